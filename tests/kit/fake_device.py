@@ -43,6 +43,16 @@ class FakeApi:
         self.leases.append(lease)
         return torch.frombuffer(given, dtype=torch.uint8)
 
+    def fill(self, event: Any, memory: torch.Tensor, source: torch.Tensor, size: int) -> None:
+        self.wait(event, 0)
+        memory[:size].view(source.dtype).view(source.shape).copy_(source)
+        self.record(event)
+
+    def copy_out(self, event: Any, memory: torch.Tensor, offset: int, size: int, target: torch.Tensor) -> None:
+        self.wait(event, 0)
+        target.view(-1).view(torch.uint8).copy_(memory[offset : offset + size])
+        self.record(event)
+
     def finish(self, device: int) -> None:
         self.log.append(("finish", device))
 
@@ -53,7 +63,7 @@ class FakeApi:
     def open_event(self, handle: bytes, device: int) -> Any:
         return int(handle)
 
-    def record(self, event: Any, device: int) -> None:
+    def record(self, event: Any) -> None:
         self.log.append(("record", event))
 
     def wait(self, event: Any, device: int) -> None:

@@ -32,6 +32,7 @@ import torch
 from farcall.autograd.contexts import Contexts
 from farcall.autograd.functions import Reached
 from farcall.autograd.passes import Event, Gradient, LocalPass, Message
+from farcall.channel.device_api import current_stream
 from farcall.errors import Delivery, PeerDead, RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol import gradients as protocol
@@ -149,7 +150,7 @@ class Recorder:
             devices.follow_default_streams()
             for gradient in gradients.values():
                 if gradient.is_cuda and gradient.layout is torch.strided:
-                    gradient.record_stream(torch.cuda.current_stream(gradient.device))
+                    gradient.record_stream(current_stream(gradient.get_device()))
         return gradients
 
     # --- what arrives -------------------------------------------------------------------------------------

@@ -18,11 +18,13 @@ import torch
 
 from farcall.channel.device_runtime import runtime_for
 
-__all__ = ["CudaApi", "DeviceApi", "Export", "StreamId", "current_stream", "current_stream_id"]
+__all__ = ["DEFAULT_STREAM", "CudaApi", "DeviceApi", "Export", "StreamId", "current_stream", "current_stream_id"]
 
 _C: Any = torch._C
 StreamId = tuple[int, int, int]
 """Of a stream, its device, and the type of that: what tells streams apart."""
+DEFAULT_STREAM = 0
+"""The number of each device's default stream."""
 _MOST_STREAMS = 1024
 _streams: dict[StreamId, torch.cuda.Stream] = {}
 
@@ -67,14 +69,20 @@ class DeviceApi(Protocol):
         ``on_death`` is called when its last use has ended, on any thread, perhaps inside a garbage collection.
         """
 
+    def fill(self, event: Any, memory: torch.Tensor, source: torch.Tensor, size: int) -> None:
+        """Copy ``source`` (any strides, ``size`` bytes), row by row, to the beginning of ``memory``.
+
+        The copy waits for ``event``, which stands for it afterwards.
+        """
+
+    def copy_out(self, event: Any, memory: torch.Tensor, offset: int, size: int, target: torch.Tensor) -> None:
+        """Copy these bytes of what ``open`` gave into ``target``, contiguous and as large. ``event`` as above."""
+
     def make_event(self, device: int) -> tuple[Any, bytes]:
         """An event that others can open, and its handle."""
 
     def open_event(self, handle: bytes, device: int) -> Any:
         """An event of another process."""
-
-    def record(self, event: Any, device: int) -> None:
-        """Let ``event`` stand for all work on the stream so far."""
 
     def wait(self, event: Any, device: int) -> None:
         """Have later work on the stream wait for ``event``. The host does not wait."""
@@ -131,6 +139,27 @@ class CudaApi:
     def view(self, memory: torch.Tensor, offset: int, size: int, on_death: Callable[[], None]) -> torch.Tensor:
         return torch.as_tensor(_Range(memory, offset, size, on_death), device=memory.device)
 
+    def fill(self, event: Any, memory: torch.Tensor, source: torch.Tensor, size: int) -> None:
+        stream = current_stream(source.get_device())
+        own = runtime_for(stream) if source.is_contiguous() else None
+        if own is None:
+            stream.wait_event(event)
+            memory[:size].view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
+            event.record(stream)
+        else:
+            own.copy_behind(event.cuda_event, memory.data_ptr(), source.data_ptr(), size, stream.cuda_stream)
+
+    def copy_out(self, event: Any, memory: torch.Tensor, offset: int, size: int, target: torch.Tensor) -> None:
+        stream = current_stream(memory.get_device())
+        own = runtime_for(stream) if target.get_device() == stream.device_index else None
+        if own is None:
+            stream.wait_event(event)
+            target.view(-1).view(torch.uint8).copy_(memory[offset : offset + size], non_blocking=True)
+            event.record(stream)
+        else:
+            source = memory.data_ptr() + offset
+            own.copy_behind(event.cuda_event, target.data_ptr(), source, size, stream.cuda_stream)
+
     def make_event(self, device: int) -> tuple[Any, bytes]:
         with torch.cuda.device(device):
             event: Any = torch.cuda.Event(enable_timing=False, interprocess=True)  # type: ignore[no-untyped-call]
@@ -140,9 +169,6 @@ class CudaApi:
     def open_event(self, handle: bytes, device: int) -> Any:
         event: Any = torch.cuda.Event
         return event.from_ipc_handle(torch.device("cuda", device), handle)
-
-    def record(self, event: Any, device: int) -> None:
-        event.record(current_stream(device))
 
     def wait(self, event: Any, device: int) -> None:
         current_stream(device).wait_event(event)

@@ -9,14 +9,13 @@ block; the next writer of the block waits for that event. So values stay values,
 nothing waits on a host, and no device is synchronised.
 
     a block    by                       becomes
-    free       allocate                 taken; the next write waits for its event
-    taken      lend                     lent to one peer
-    taken      free (was not sent)      free
+    free       lend                     lent to one peer; the write into it waits for its event
     lent       the peer's release       free
+    lent       the copy failed          free
     lent       the peer is gone         resting: its process may still look; free, with a new event, after a while
 
 Small blocks are powers of two carved from common segments; a large one has a segment of its own. ``limit_bytes`` bounds
-all segments; where it is reached ``allocate`` says None, and the tensor goes another way. Thread-safe.
+all segments; where it is reached ``lend`` says None, and the tensor goes another way. Thread-safe.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from farcall.channel.device_api import DeviceApi, Export
+from farcall.errors import SerializationError
 
 __all__ = ["DeviceBlock", "DevicePool", "DeviceSegments", "DeviceTicket", "PoolStats"]
 
@@ -110,33 +110,30 @@ class DevicePool:
         self._total_bytes = 0
         self._retired: list[tuple[int, list[Hashable]]] = []
 
-    def allocate(self, device: int, size: int) -> DeviceBlock | None:
-        """A block for ``size`` bytes; None: the limit is reached, or the device's memory."""
+    def lend(self, device: int, source: torch.Tensor, size: int, peer: Hashable) -> DeviceTicket | None:
+        """A copy of ``source`` (``size`` bytes), made on the current stream: it is the peer's until it releases it.
+
+        None: the limit is reached, or the device's memory.
+        """
         capacity = _capacity(size)
         with self._lock:
             block = self._take_free(device, capacity) or self._carve(device, capacity)
-            if block is not None:
-                block.segment.live += 1
-                block.segment.idle_since = None
-        if block is not None:
-            self._api.wait(block.event, device)
-        return block
-
-    def lend(self, block: DeviceBlock, size: int, peer: Hashable) -> DeviceTicket:
-        """What was put onto the stream since ``allocate`` fills the block: it is the peer's until it releases it."""
-        self._api.record(block.event, block.device)
-        segment = block.segment
-        with self._lock:
-            export = segment.exports.get(peer)
-            if export is None:
-                export = segment.exports[peer] = self._api.export(segment.memory)
+            if block is None:
+                return None
+            segment = block.segment
+            segment.live += 1
+            segment.idle_since = None
             self._lent.setdefault(peer, {})[segment.id, block.offset] = block
-        return DeviceTicket(segment.device, segment.id, block.offset, size, export, block.event_handle)
-
-    def free(self, block: DeviceBlock) -> None:
-        """A block that was not lent is not needed."""
-        with self._lock:
-            self._put_back(block)
+        try:
+            self._api.fill(block.event, block.memory, source, size)
+            with self._lock:
+                export = segment.exports.get(peer)
+                if export is None:
+                    export = segment.exports[peer] = self._api.export(segment.memory)
+        except BaseException:
+            self.release([(segment.id, block.offset)], peer)
+            raise
+        return DeviceTicket(device, segment.id, block.offset, size, export, block.event_handle)
 
     def release(self, released: Iterable[tuple[int, int]], peer: Hashable) -> int:
         """The peer no longer needs these (segment, offset); how many of them it did not hold."""
@@ -275,15 +272,11 @@ class DeviceSegments:
         self._events: dict[tuple[int, int], tuple[bytes, Any]] = {}
         self.devices: dict[int, int] = {}
 
-    def copy_out(self, ticket: DeviceTicket, target: torch.device) -> torch.Tensor:
-        """The bytes of a ticket in memory of our own on ``target``; then the block may be released."""
+    def copy_out(self, ticket: DeviceTicket, copy: torch.Tensor) -> None:
+        """Copy the bytes of a ticket into ``copy``, which has their size; then the block may be released."""
         device = self.devices[ticket.device]
         memory, event = self._open(ticket, device)
-        copy = torch.empty(ticket.size, dtype=torch.uint8, device=target)
-        self._api.wait(event, device)
-        copy.copy_(memory[ticket.offset : ticket.offset + ticket.size], non_blocking=True)
-        self._api.record(event, device)
-        return copy
+        self._api.copy_out(event, memory, ticket.offset, ticket.size, copy)
 
     def opened(self, ticket: DeviceTicket) -> torch.Tensor:
         """The whole segment of a ticket, whose bytes are there for what is put onto the current stream from now on.
@@ -314,6 +307,8 @@ class DeviceSegments:
             memory = self._memory.get(ticket.segment_id)
             if memory is None:
                 memory = self._memory[ticket.segment_id] = self._api.open(ticket.export, device)
+            if ticket.offset < 0 or ticket.offset + ticket.size > memory.numel():
+                raise SerializationError("a peer lent memory that its segment does not have")
             handle, event = self._events.get(key, (b"", None))
             if handle != ticket.event_handle:
                 event = self._api.open_event(ticket.event_handle, device)

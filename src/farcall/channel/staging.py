@@ -32,9 +32,9 @@ __all__ = ["COMPANY_BYTES", "LANDING_BYTES", "SLOT_BYTES", "download", "to_devic
 CHUNK_BYTES = 16 << 20
 LANDING_BYTES = 64 * 1024
 """Larger tensors are not downloaded this way."""
-SLOT_BYTES = 32 * 1024
+SLOT_BYTES = 64 * 1024
 """Larger tensors are not uploaded this way."""
-HALF_RING_SLOTS = 32
+HALF_RING_SLOTS = 16
 COMPANY_BYTES = 32 * 1024
 WORTH_BYTES = 1024
 """Smaller tensors get no company: a program may keep many of them, and the company with each."""

@@ -31,6 +31,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import prod
 from time import monotonic
 from typing import Any, Protocol
 
@@ -39,12 +40,14 @@ import torch
 from farcall.channel import staging
 from farcall.channel.device_api import DeviceApi
 from farcall.channel.device_memory import DevicePool, DeviceSegments, DeviceTicket
+from farcall.errors import SerializationError
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.runtime.devices.maps import reversed_map
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.serialize.allowance import loads
+from farcall.serialize.devices import Form
 
 __all__ = ["DeviceLink", "LinksNode", "LocalDeviceLink"]
 
@@ -53,8 +56,11 @@ logger: logging.Logger = logging.getLogger("farcall")
 SMALL_BYTES = 64 * 1024
 """Up to this size a tensor goes through the host, but for calls from a busy stream."""
 TRIED_BYTES = 512
-URGENT_BYTES = 1 << 20
-"""What is as large as this is given back at once; smaller blocks wait for company."""
+WORTH_RELEASING_BYTES = 1 << 20
+WORTH_RELEASING_BLOCKS = 32
+"""So much is given back ahead of a message to the peer: for each one alone a message would be made, sent and read."""
+URGENT_BYTES = 16 << 20
+"""So much is given back at once, if no message comes along: the peer may have no other memory of that size."""
 VIEWED_BYTES = 1 << 20
 """What is smaller is copied even where views are wanted: it is not worth keeping somebody else's block."""
 RETRY_S = 10.0
@@ -86,6 +92,7 @@ class DeviceLink:
         self._ways: dict[int, bool | torch.Tensor] = {}  # a tensor: tried with it
         self._segments = DeviceSegments(node.api)
         self._released: deque[tuple[int, int]] = deque()
+        self._owed_bytes = 0  # of these; about: counted without a lock
         self._dead_views: deque[DeviceTicket] = deque()
         self._settling = False  # set by the I/O thread, cleared by the task
         self._settle_from = 0.0
@@ -130,30 +137,27 @@ class DeviceLink:
             return None
         if size <= SMALL_BYTES and not (is_request and self._api.is_busy(device)):
             return None
-        pool = self._node.pool
-        block = pool.allocate(device, size)
-        if block is None:
-            return None
-        try:
-            block.memory[:size].view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
-            ticket = pool.lend(block, size, self._peer)
-        except BaseException:
-            pool.free(block)
-            raise
-        self.bytes_sent += size
+        ticket = self._node.pool.lend(device, source, size, self._peer)
+        if ticket is not None:
+            self.bytes_sent += size
         return ticket
 
     def take_back(self, ticket: tuple[Any, ...]) -> None:
         known = DeviceTicket(*ticket)
         self._node.pool.release([(known.segment_id, known.offset)], self._peer)
 
-    def take(self, ticket: Any, target: torch.device) -> torch.Tensor:
+    def take(self, ticket: Any, target: torch.device, form: Form | None = None) -> torch.Tensor:
         known = DeviceTicket(*ticket)
         self.bytes_received += known.size
         views = self._node.options.memory.device_views and known.size >= VIEWED_BYTES
         if not views or self._segments.devices[known.device] != target.index:
             try:
-                return self._segments.copy_out(known, target)
+                shape, dtype = form or ((known.size,), torch.uint8)
+                if prod(shape) * dtype.itemsize != known.size:
+                    raise SerializationError(f"a peer lent {known.size} bytes for a tensor of {shape}, {dtype}")
+                copy = torch.empty(shape, dtype=dtype, device=target)
+                self._segments.copy_out(known, copy)
+                return copy
             finally:
                 self.drop(known)
         try:
@@ -166,7 +170,8 @@ class DeviceLink:
 
     def drop(self, ticket: Any) -> None:
         self._released.append((ticket[1], ticket[2]))
-        self._node.on_release(ticket[3] >= URGENT_BYTES)
+        self._owed_bytes += ticket[3]
+        self._node.on_release(self._owed_bytes >= URGENT_BYTES)
 
     def to_device(self, source: memoryview, target: torch.device) -> torch.Tensor:
         return staging.to_device(source, target, target.index in self._segments.devices.values())
@@ -220,8 +225,14 @@ class DeviceLink:
         """Is there anything to give back?"""
         return bool(self._released)
 
+    @property
+    def is_worth_releasing(self) -> bool:
+        """Is there so much to give back that a message should take it along? Less waits for a timer, or for more."""
+        return self._owed_bytes >= WORTH_RELEASING_BYTES or len(self._released) >= WORTH_RELEASING_BLOCKS
+
     def take_releases(self) -> list[tuple[int, int]]:
         """What to give back now."""
+        self._owed_bytes = 0
         released = []
         while self._released:
             released.append(self._released.popleft())
@@ -328,7 +339,7 @@ class LocalDeviceLink(DeviceLink):
     def take_back(self, ticket: Any) -> None:
         self.drop(ticket)
 
-    def take(self, ticket: Any, target: torch.device) -> torch.Tensor:
+    def take(self, ticket: Any, target: torch.device, form: Form | None = None) -> torch.Tensor:
         with self._held_lock:
             copy, event = self._held.pop(ticket[0])
         stream = torch.cuda.current_stream(target)

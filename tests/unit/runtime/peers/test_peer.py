@@ -108,7 +108,7 @@ def test_offer_without_descriptor_is_refused() -> None:
 class LostDevices:
     """A peer's devices, asked only to take back."""
 
-    has_releases = False
+    is_worth_releasing = False
 
     def __init__(self) -> None:
         self.taken_back: list[object] = []
