@@ -30,11 +30,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["DeviceRuntime", "runtime_for"]
+__all__ = ["DeviceRuntime", "loaded_runtime", "runtime_for"]
 
 _C: Any = torch._C
 _NOT_READY = 600
 _ANY_TO_ANY = 4
+_PORTABLE = 1
 
 
 class DeviceRuntime:
@@ -50,6 +51,10 @@ class DeviceRuntime:
         self._record.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
         self._wait = letting_go[f"{prefix}StreamWaitEvent"]
         self._wait.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+        self._pin = letting_go[f"{prefix}HostRegister"]
+        self._pin.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+        self._unpin = letting_go[f"{prefix}HostUnregister"]
+        self._unpin.argtypes = (ctypes.c_void_p,)
         self._query = library[f"{prefix}StreamQuery"]
         self._query.argtypes = (ctypes.c_void_p,)
         self._forget_error = library[f"{prefix}GetLastError"]
@@ -72,6 +77,17 @@ class DeviceRuntime:
         if code:
             self._fail("copy", code)
 
+    def pin(self, address: int, size: int) -> None:
+        """Have every device of the process copy from and to this memory of the host without a detour."""
+        code = self._pin(address, size, _PORTABLE)
+        if code:
+            self._fail(f"pin {size} bytes", code)
+
+    def unpin(self, address: int) -> None:
+        """This memory is about to go."""
+        if self._unpin(address):
+            self._forget_error()
+
     def is_done(self, stream: int) -> bool:
         """Is all done that was put onto the stream?"""
         code = self._query(stream)
@@ -90,11 +106,12 @@ class DeviceRuntime:
 def runtime_for(stream: torch.cuda.Stream) -> DeviceRuntime | None:
     """What may be used with ``stream`` on this thread; None: nothing."""
     # To the library the default stream is that of whichever device the thread is on.
-    return _loaded() if _C._cuda_getDevice() == stream.device_index else None
+    return loaded_runtime() if _C._cuda_getDevice() == stream.device_index else None
 
 
 @cache
-def _loaded() -> DeviceRuntime | None:
+def loaded_runtime() -> DeviceRuntime | None:
+    """What torch has loaded; None: it is not found."""
     if torch.version.hip is not None:
         name, prefix = "libamdhip64.so", "hip"
     elif torch.version.cuda is not None:

@@ -17,6 +17,7 @@ from farcall.options import MemoryOptions, RpcBackendOptions
 from farcall.protocol import messages
 from farcall.runtime.devices import links as device_links
 from farcall.runtime.devices.links import VIEWED_BYTES, DeviceLink
+from farcall.runtime.peers.peer import Peer, RemotePeer
 
 DEVICE = torch.device("cuda", 0)
 
@@ -205,3 +206,46 @@ def test_small_blocks_wait_for_company_before_a_message_takes_them_along() -> No
     assert pair.receiver.is_worth_releasing
     pair.receiver.take(tuple(pair.lend(device_links.URGENT_BYTES)), DEVICE)
     assert pair.wakes[-1], "nobody waits for a message with so much"
+
+
+class Asked(RemotePeer):
+    """A peer whose node is in this process."""
+
+    def __init__(self) -> None:
+        Peer.__init__(self, WorkerInfo("other", 1), 1, 1)
+        self.told: list[messages.Message] = []
+
+    def control(self, message: messages.Message, more: bool = False) -> None:
+        self.told.append(message)
+
+
+@pytest.mark.parametrize(
+    ("opens_host", "numbered", "expected"), [(True, 0, "host"), (False, 0, "device"), (True, 1, "device")]
+)
+def test_medium_sizes_go_through_the_hosts_memory_between_processes_on_one_device(
+    monkeypatch: pytest.MonkeyPatch, opens_host: bool, numbered: int, expected: str
+) -> None:
+    pair = Pair(views=False)
+    for link in (pair.sender, pair.receiver):
+        link._peer = Asked()
+    monkeypatch.setattr(pair.api, "find", lambda name: numbered)
+    source = torch.zeros(1 << 20, dtype=torch.uint8)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
+    assert pair.sender._lend(source, source.nbytes, DEVICE, True) is None, "it is tried first"
+    (tried,) = pair.sender._peer.told
+    if not opens_host:
+        del pair.api.memory[pair.api.exports]
+    pair.receiver.on_tried(tried)
+    (answer,) = pair.receiver._peer.told
+    assert answer.why_not == ""
+    assert answer.sharing_host == (numbered if opens_host else -1)
+    pair.sender.on_opened(answer)
+    pair.api.log.clear()
+    kinds = []
+    for size in (device_links.HOST_LEAST_BYTES, device_links.HOST_BYTES, device_links.HOST_BYTES + 1):
+        pair.pool.trim(1e9 * (1 + len(kinds)))
+        ticket = pair.sender._node.pool  # each size alone: which segment is it in?
+        lent = pair.sender._lend(source[:size], size, DEVICE, True) if size > device_links.SMALL_BYTES else None
+        if lent is not None:
+            kinds.append("host" if ticket._segments[lent.segment_id].on_host else "device")
+    assert kinds == [expected, "device"]
