@@ -32,6 +32,7 @@ class Link:
 
     def __init__(self, source: random.Random) -> None:
         self._source = source
+        self._outbox: list[Frame] = []
         self.dead = False
         self.deliver: Callable[[Any], None] = lambda message: None
 
@@ -42,8 +43,20 @@ class Link:
             delay_s = self._source.choice([0.0, 0.0, 0.001, 0.003])
             asyncio.get_running_loop().call_later(delay_s, lambda: None if self.dead else self.deliver(message))
 
-    def send(self, frame: Frame) -> None:
-        self._send(Frame(frame.kind, 0, frame.call_id, frame.function, b"", bytes(frame.payload), list(frame.buffers)))
+    def send(self, frame: Frame, more: bool = False) -> None:
+        if self.dead:
+            raise PeerDead("dead")
+        self._outbox.append(
+            Frame(frame.kind, 0, frame.call_id, frame.function, b"", bytes(frame.payload), list(frame.buffers))
+        )
+        if not more:
+            self.flush()
+
+    def flush(self) -> None:
+        held, self._outbox = self._outbox, []
+        for frame in held:
+            if not self.dead:
+                self._send(frame)
 
     def control(self, message: Any) -> None:
         if not self.dead:

@@ -29,7 +29,7 @@ from farcall.channel.segments import SegmentRefused
 _SEAL_SHRINK = 0x0002
 
 # A thread is woken only for releases that give much back. Others wait for the next frame that leaves.
-_URGENT_BYTES = 4 << 20
+_URGENT_BYTES = 8 << 20
 # So many of the latest releases are looked at for a block to use again: those of one call's arguments.
 _MOST_LOOKED_AT = 4
 

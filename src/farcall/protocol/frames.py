@@ -145,6 +145,14 @@ class Frame(msgspec.Struct):
     handed_over: bool = False
     """Did a link take it? From then on only an error that says so means that it was not sent."""
 
+    @property
+    def size_bytes(self) -> int:
+        """What its payload and its buffers hold; not for one with tickets."""
+        size_bytes = len(self.payload)
+        for buffer in self.buffers:
+            size_bytes += buffer.nbytes
+        return size_bytes
+
 
 Allocate: TypeAlias = Callable[[int], memoryview]
 

@@ -48,8 +48,12 @@ __all__ = [
 ]
 
 WINDOW_ITEMS = 1024
-WINDOW_BYTES = 16 * 1024 * 1024
-"""How much may be on its way, or wait to be taken. The first credit of a call's stream."""
+WINDOW_BYTES = 8 * 1024 * 1024
+"""How much may be on its way, or wait to be taken. The first credit of a call's stream.
+
+Items in shared memory go round in as many blocks as the window has. Of 8 MiB the processor's caches keep most: to copy
+1 MiB into one of 8 such blocks in turn takes 30 us, into one of 16 twice to three times as long.
+"""
 
 T = TypeVar("T")
 
@@ -66,7 +70,10 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
     @property
     def items(self) -> int:
         """How many items are in it."""
-        return sum(segment[0] for segment in self.segments)
+        items = 0
+        for segment in self.segments:
+            items += segment[0]
+        return items
 
 
 class StreamCredit(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag=90):

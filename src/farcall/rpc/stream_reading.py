@@ -118,21 +118,22 @@ class Reader:
         return deque()
 
     def _read(self, part: Part, frame: Frame) -> deque[Any]:
-        self.streams.items_read += part.items
+        count = part.items
+        self.streams.items_read += count
         items: deque[Any] = deque()
-        size_bytes = len(frame.payload) + sum(buffer.nbytes for buffer in frame.buffers)
+        size_bytes = frame.size_bytes
         if len(part.segments) == 1:
             items.extend(read_value(frame, self.peer))
         else:
             payload, buffers = memoryview(frame.payload), frame.buffers
             at = buffer_at = 0
-            for _, length, count in part.segments:
+            for _, length, buffer_count in part.segments:
                 segment = Frame(frame.kind, payload=payload[at : at + length])
-                segment.buffers = list(buffers[buffer_at : buffer_at + count])
+                segment.buffers = list(buffers[buffer_at : buffer_at + buffer_count])
                 items.extend(read_value(segment, self.peer))
                 at += length
-                buffer_at += count
-        told = self._machine.take(part.items, size_bytes)
+                buffer_at += buffer_count
+        told = self._machine.take(count, size_bytes)
         if told is not None:
             self.peer.control(StreamCredit(self.number, self._outgoing, *told))
         return items

@@ -1,8 +1,8 @@
 """The writing end of a stream: items become letters, as fast as the reader's credit allows.
 
-An item is pickled when it is yielded, so its maker may change it at once. Small items travel together: they are held
-back while the next one comes quickly, HOLD_S at most. A large item, or one with references or on a device, is a letter
-of its own.
+An item is pickled when it is yielded, so its maker may change it at once. Small items travel together, in one letter. A
+large item, or one with references or on a device, is a letter of its own; such letters travel together, in one write.
+Either is held back only while the next one comes quickly, HOLD_S at most.
 
 Thread rules: one thread, or one coroutine, puts items in. The I/O thread sends what was held back for too long, grants
 credit and closes. It never waits for the lock, but comes again.
@@ -16,6 +16,8 @@ import threading
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from farcall.errors import RpcError
 from farcall.ids import WorkerInfo
@@ -43,7 +45,7 @@ STREAMS = 2
 HOLD_S = 0.001
 """The longest that an item waits for another one to travel with."""
 QUICK_S = 0.0002
-"""The next item is waited for if the last one came within this."""
+"""The next item is waited for if the last one came within this; and no letter waits longer for another one."""
 MOST_ITEMS = 256
 MOST_BYTES = LARGE_BYTES // 2
 """What travels together at most."""
@@ -56,11 +58,22 @@ class Closed(Exception):
     """The reader is gone: nobody wants another item."""
 
 
+class _Segment(msgspec.Struct):
+    """Items that were pickled together."""
+
+    items: int
+    frame: Frame
+    size_bytes: int
+    alone: bool
+    """Is it a letter of its own?"""
+
+
 class Writer:
     """The writing end of one stream.
 
-    Mutable: what was put in and not sent yet (``_plain``, ``_segments``), under the lock; the machine, whose credit
-    only grows; ``closed``, once; ``_gate``, where the maker of items waits for credit.
+    Mutable: what was put in and not sent yet (``_plain``, ``_segments``), and since when something waits, in a letter
+    or before (``_held_since``; 0: nothing does), under the lock; the machine, whose credit only grows; ``closed``,
+    once; ``_gate``, where the maker of items waits for credit.
     """
 
     def __init__(self, streams: Streams, peer: Peer, number: int, *, outgoing: bool) -> None:
@@ -72,8 +85,9 @@ class Writer:
         self._machine = WriterMachine() if outgoing else WriterMachine(WINDOW_ITEMS, WINDOW_BYTES)
         self._lock = threading.Lock()
         self._plain: list[Any] = []
-        self._segments: list[tuple[int, Frame]] = []
+        self._segments: list[_Segment] = []
         self._waiting_bytes = 0
+        self._held_since = 0.0
         self._flushed = 0
         self._last_at = 0.0
         self._gate: Opens | None = None
@@ -141,7 +155,7 @@ class Writer:
         self._gate = gate  # first: whoever grants or closes looks at it afterwards
         return not self._machine.has_room and not self.closed
 
-    def _segment(self, item: Any) -> Frame | None:
+    def _segment(self, item: Any) -> _Segment | None:
         """``item``, pickled; None: it is of a kind that nobody can change, and is pickled with others."""
         kind = item.__class__
         if kind in _PLAIN or (kind in _TEXTS and len(item) < _SMALL):
@@ -149,12 +163,14 @@ class Writer:
         frame = Frame(REQUEST if self._outgoing else RESPONSE)  # which tells how devices are mapped
         write_value(frame, [item], self.peer)
         frame.kind, frame.call_id = LETTER, STREAMS
-        if frame.buffers and (not _goes_alone(frame) or getattr(self.peer, "lending", None) is None):
+        size_bytes = frame.size_bytes
+        alone = bool(frame.undo) or size_bytes >= MOST_BYTES or has_devices(frame.payload)
+        if frame.buffers and (not alone or getattr(self.peer, "lending", None) is None):
             # Its maker may change the memory as soon as we return; into shared memory it is copied anyway.
             frame.buffers = [memoryview(bytearray(buffer)) for buffer in frame.buffers]
-        return frame
+        return _Segment(1, frame, size_bytes, alone)
 
-    def _add(self, item: Any, segment: Frame | None) -> None:
+    def _add(self, item: Any, segment: _Segment | None) -> None:
         now = perf_counter()
         quick = now - self._last_at < QUICK_S
         self._last_at = now
@@ -162,23 +178,26 @@ class Writer:
             if segment is None:
                 self._machine.send(1, 0)  # its bytes are counted when they are known
                 self._plain.append(item)
-            elif _goes_alone(segment):
-                self._machine.send(1, _size_of(segment))
-                self._flush()
-                self._send([(1, segment)])
-                return
+                late = False
             else:
-                self._pack()
-                size_bytes = _size_of(segment)
-                self._machine.send(1, size_bytes)
-                self._waiting_bytes += size_bytes
-                self._segments.append((1, segment))
+                if self._plain:
+                    self._pack()
+                if segment.alone and self._segments:
+                    self._put_out()
+                self._machine.send(1, segment.size_bytes)
+                self._segments.append(segment)
+                self._waiting_bytes += segment.size_bytes
+                if segment.alone:
+                    self._put_out()
+                late = segment.alone and now - (self._held_since or now) >= QUICK_S
             count = len(self._plain) + len(self._segments)
-            if not quick or count >= MOST_ITEMS or self._waiting_bytes >= MOST_BYTES:
+            if late or not quick or count >= MOST_ITEMS or self._waiting_bytes >= MOST_BYTES:
                 self._flush()
                 return
-        if count == 1:
-            self._streams.flush_later(self)
+            if self._held_since:
+                return
+            self._held_since = now
+        self._streams.flush_later(self)
 
     def finish(self, failure: Frame | None) -> None:
         """No item follows; because of ``failure``, if there is one."""
@@ -187,7 +206,7 @@ class Writer:
         if failure is not None:
             frame.payload, frame.buffers = failure.payload, failure.buffers
         with self._lock:
-            self._flush()
+            self._put_out_all()
             self.peer.send(frame)
 
     # --- letters --------------------------------------------------------------------------------------------
@@ -206,52 +225,49 @@ class Writer:
 
     def _pack(self) -> None:
         """Under the lock: make one segment of the plain items."""
-        if self._plain:
-            frame = Frame(LETTER)
-            write_value(frame, self._plain, self.peer)
-            size_bytes = _size_of(frame)
-            self._machine.send(0, size_bytes)
-            self._waiting_bytes += size_bytes
-            self._segments.append((len(self._plain), frame))
-            self._plain = []
+        frame = Frame(LETTER)
+        write_value(frame, self._plain, self.peer)
+        segment = _Segment(len(self._plain), frame, frame.size_bytes, False)
+        self._machine.send(0, segment.size_bytes)
+        self._waiting_bytes += segment.size_bytes
+        self._segments.append(segment)
+        self._plain = []
 
     def _flush(self) -> None:
         """Under the lock: send all that waits."""
-        self._pack()
-        if self._segments:
-            segments, self._segments = self._segments, []
-            self._waiting_bytes = 0
-            self._send(segments)
+        self._held_since = 0.0
+        self._put_out_all()
+        self.peer.flush()
 
-    def _send(self, segments: list[tuple[int, Frame]]) -> None:
-        counts = [(items, len(segment.payload), len(segment.buffers)) for items, segment in segments]
-        part = Part(self._number, self._outgoing, self._flushed, counts)
-        self._flushed += part.items
-        self._streams.items_written += part.items
-        frame = segments[0][1]
+    def _put_out_all(self) -> None:
+        if self._plain:
+            self._pack()
+        if self._segments:
+            self._put_out()
+
+    def _put_out(self) -> None:
+        """Under the lock: make one letter of all segments, to be sent with the next one or by a flush."""
+        segments, self._segments = self._segments, []
+        self._waiting_bytes = 0
+        frame = segments[0].frame
         if len(segments) > 1:
-            payload = b"".join([segment.payload for _, segment in segments])
-            buffers = [buffer for _, segment in segments for buffer in segment.buffers]
+            payload = b"".join([segment.frame.payload for segment in segments])
+            buffers = [buffer for segment in segments for buffer in segment.frame.buffers]
             frame = Frame(LETTER, payload=payload, buffers=buffers)
-        frame.call_id, frame.function = STREAMS, encode_part(part)
+        counts = []
+        first = self._flushed
+        for segment in segments:
+            counts.append((segment.items, len(segment.frame.payload), len(segment.frame.buffers)))
+            self._flushed += segment.items
+        self._streams.items_written += self._flushed - first
+        frame.call_id, frame.function = STREAMS, encode_part(Part(self._number, self._outgoing, first, counts))
         if frame.forks:
             write_notes(frame)
         try:
-            self.peer.send(frame)
+            self.peer.send(frame, more=True)
         except BaseException:
             withdraw(frame)
             raise
-
-
-def _goes_alone(frame: Frame) -> bool:
-    return bool(frame.undo) or _size_of(frame) >= MOST_BYTES or has_devices(frame.payload)
-
-
-def _size_of(frame: Frame) -> int:
-    size_bytes = len(frame.payload)
-    for buffer in frame.buffers:
-        size_bytes += buffer.nbytes
-    return size_bytes
 
 
 class StreamRequest(Request):

@@ -227,7 +227,7 @@ class Streams:
         self._next_number = itertools.count(1).__next__
         self.items_read: int = 0  # without a lock: two threads at once may lose a count
         self.items_written: int = 0
-        self._to_flush: deque[Writer] = deque()
+        self._to_flush: set[Writer] = set()
         self._flush_timer = node.timer(self._flush)
         self._to_close: deque[Reader] = deque()
         self._close_timer = node.timer(self._close)
@@ -339,16 +339,20 @@ class Streams:
 
     def flush_later(self, writer: Writer) -> None:
         """Have ``writer`` send what it holds back in HOLD_S at most."""
-        self._to_flush.append(writer)
+        self._to_flush.add(writer)
         if self._flush_timer.due == NEVER:
             self._flush_timer.at(monotonic() + HOLD_S)
 
     def _flush(self, now: float) -> float:
+        if not self._to_flush:
+            return NEVER
+        again = []
         for _ in range(len(self._to_flush)):
-            writer = self._to_flush.popleft()
+            writer = self._to_flush.pop()
             if not writer.flush_nowait():
-                self._to_flush.append(writer)
-        return now + HOLD_S if self._to_flush else NEVER
+                again.append(writer)
+        self._to_flush.update(again)
+        return now + HOLD_S  # once more: the next item of a quick stream would wake this thread only to set the timer
 
     def close_later(self, reader: Reader) -> None:
         """Close ``reader``, which nobody holds any more. For destructors: takes no lock."""

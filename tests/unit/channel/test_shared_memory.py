@@ -268,11 +268,11 @@ def test_releases_are_announced_once_and_when_urgent(pool: SegmentPool) -> None:
     view_and_drop(100)
     view_and_drop(100)
     assert announced == [False]
-    for _ in range(4):  # alone none of them is worth it
+    for _ in range(8):  # alone none of them is worth it
         view_and_drop(MEBIBYTE)
     assert announced == [False, True]
     assert segment_map.released
-    assert len(segment_map.take_releases()) == 6
+    assert len(segment_map.take_releases()) == 10
     assert not segment_map.released
     view_and_drop(100)
     assert announced == [False, True, False]

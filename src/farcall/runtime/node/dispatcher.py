@@ -182,7 +182,7 @@ class Dispatcher:
             call.counters[FAILED] += 1
         if call.profile is not None:
             # Before the caller goes on: it may be about to look at the record.
-            call.profile.ended(profiled, len(frame.payload) + sum(buffer.nbytes for buffer in frame.buffers))
+            call.profile.ended(profiled, frame.size_bytes)
         call.on_answer(frame)
         if self._leaving.entered:
             self._leaving.poke()

@@ -52,7 +52,7 @@ from farcall.serialize import has_devices, withdraw, withdraw_lent
 logger: logging.Logger = logging.getLogger("farcall")
 
 WORTH_RELEASING_BYTES = 512 * 1024
-"""So much memory of the peer's is given back ahead of a message to it; less waits for more, or for a timer."""
+"""So much memory of the peer's is given back ahead of any message to it; less waits for more, or for a timer."""
 
 
 class Peer:
@@ -316,6 +316,8 @@ class RemotePeer(Peer):
     def control(self, message: messages.Message, more: bool = False) -> None:
         """Send a control message, if the link still stands; never waits."""
         if self.link.broken is None:
+            if self.segments is not None and self.segments.owed_bytes >= WORTH_RELEASING_BYTES:
+                self.send_releases(more=True)
             try:
                 self.link.outgoing.send(
                     encode_small(CONTROL, 0, 0, b"", b"", messages.encode_message(message)),

@@ -13,7 +13,7 @@ from farcall.ids import WorkerInfo
 from farcall.protocol import messages
 from farcall.protocol.chunks import Instead
 from farcall.protocol.frames import REQUEST, RESPONSE, Frame, FrameDecoder
-from farcall.runtime.peers.peer import RemotePeer
+from farcall.runtime.peers.peer import WORTH_RELEASING_BYTES, RemotePeer
 
 SIZE_BYTES = 4096
 
@@ -102,6 +102,19 @@ def test_offer_without_descriptor_is_refused() -> None:
     peer, link = peer_with(SegmentMap(lambda urgent: None), [])
     peer.on_segment_offered(messages.SegmentOffered(1, SIZE_BYTES))
     assert isinstance(link.messages[0], messages.SegmentRefused)
+    peer.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files on this system")
+def test_any_message_takes_along_what_is_owed_to_its_receiver() -> None:
+    segments = SegmentMap(lambda urgent: None)
+    peer, link = peer_with(segments, [])
+    segments.owe(1, 0, WORTH_RELEASING_BYTES - 1)
+    peer.control(messages.Ping(1))
+    assert link.messages == [messages.Ping(1)]
+    segments.owe(1, 4096, 1)
+    peer.control(messages.Ping(2))
+    assert link.messages[1:] == [messages.BlocksReleased([(1, 0), (1, 4096)]), messages.Ping(2)]
     peer.close()
 
 
