@@ -55,6 +55,8 @@ GRADIENTS: Final = 1
 """The subject of these frames, in the place of the call id."""
 QUICK_S: Final = 1e-3
 """A part of a pass that took less than this is expected to be as quick the next time."""
+DEVICE_QUICK_S: Final = 2e-3
+"""The same with a device: torch's engine hands such a part to a thread of its own, which costs no time of this one."""
 HELD_BACK_S: Final = 0.05
 """The longest that a message waits for another one to travel with."""
 
@@ -301,7 +303,8 @@ class _Work:
             run()
         else:
             devices.on_default_streams(run)
-        self._recorder._quick[self._sender] = perf_counter() - started < QUICK_S
+        quick_s = QUICK_S if devices is None else DEVICE_QUICK_S
+        self._recorder._quick[self._sender] = perf_counter() - started < quick_s
 
     def drop(self) -> None:
         pass  # the node has ended, and every context with it
