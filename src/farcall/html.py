@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["table"]
-
 
 def table(title: str, rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> str:
     """A small table under a title; the first cell of each row names the others."""

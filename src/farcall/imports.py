@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 
-__all__ = ["Loading", "find_and_then", "importing_much", "when_imported"]
-
 
 @contextmanager
 def importing_much() -> Iterator[None]:

@@ -10,24 +10,20 @@ then the program's threads run, so each import is a function's first line, and w
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from time import monotonic
 from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args, overload
 
 import torch
 
 from farcall.autograd.recorder import Recorder
-from farcall.errors import Expelled, InitError, MissingPeers, NotInitialized
+from farcall.errors import NotInitialized
 from farcall.html import table
 from farcall.ids import MemberInfo, WorkerInfo, check_worker_name
 from farcall.observe.logs import log_as_told
 from farcall.observe.observability import Observability
 from farcall.observe.snapshot import WorkerSnapshot, take_snapshot
 from farcall.options import RpcBackendOptions
-from farcall.protocol.backoff import Backoff
-from farcall.protocol.member import incarnation_text
 from farcall.protocol.streams import StreamClosed, StreamCredit
 from farcall.protocol.weights import messages as weights_messages
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync
@@ -38,8 +34,8 @@ from farcall.rpc.rref import RRef
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.membership.events import MemberEvent
 from farcall.runtime.node import Runtime, start_runtime
-from farcall.runtime.node.current import slot
 from farcall.runtime.node.lifecycle import Lifecycle
+from farcall.runtime.node.rejoin import join_again
 from farcall.runtime.rendezvous.dynamic import GroupIsOver, Meeting
 from farcall.serialize import restrict
 from farcall.serialize.allowance import read_table
@@ -53,13 +49,7 @@ if TYPE_CHECKING:
     from farcall.weights.publication import Publication
     from farcall.weights.subscription import Subscription
 
-__all__ = ["Node", "leave", "weights_of"]
-
 T = TypeVar("T")
-logger: logging.Logger = logging.getLogger("farcall")
-
-FIRST_RETURN_S, LONGEST_RETURN_S = 0.05, 5.0
-"""The pauses of an expelled node between its attempts to join again."""
 
 
 class Node:
@@ -153,46 +143,11 @@ class Node:
         )
 
     def _come_back(self, expelled: Runtime, way_back: Meeting) -> None:
-        """On the thread that ended a node which the others declared dead: join again, unless ``shutdown`` is called.
+        def hold(successor: Runtime) -> None:
+            successor.part(NodeReferences).traced = expelled.part(NodeReferences).traced
+            self._lifecycle, self._started = successor.lifecycle, successor
 
-        Nothing of the old membership is carried over but subscriptions: its references and contexts are lost.
-        """
-        pauses = Backoff(FIRST_RETURN_S, LONGEST_RETURN_S)
-        until = monotonic() + self._options.start_deadline_s
-        assert way_back.cancelled is not None
-        while way_back.members and not way_back.cancelled.wait(pauses.next_s()):
-            lifecycle = Lifecycle(self._lifecycle.name)
-            lifecycle.move("start")
-            try:
-                runtime = self._start(lifecycle, way_back)
-            except (MissingPeers, Expelled) as error:
-                logger.info("%s could not join again yet: %s", lifecycle.name, error)
-                continue
-            except Exception as error:
-                # The member that decides may not have heard yet of the end of this node's former membership.
-                if isinstance(error, InitError) and not isinstance(error, GroupIsOver) and monotonic() < until:
-                    continue
-                logger.error("%s cannot join again: %s", lifecycle.name, error)
-                break
-            self._succeed(expelled, runtime, lifecycle)
-            if way_back.cancelled.is_set():
-                # By a shutdown that may not wait for us any more: it looks for a successor once, and late.
-                runtime.shutdown(graceful=False)
-            return
-        expelled.member_events.end()
-
-    def _succeed(self, expelled: Runtime, runtime: Runtime, lifecycle: Lifecycle) -> None:
-        runtime.part(NodeReferences).traced = expelled.part(NodeReferences).traced
-        runtime.server.on_failure = expelled.server.on_failure
-        runtime.timeout_s = expelled.timeout_s  # perhaps changed since the start
-        runtime.member_events.take_over(expelled.member_events)
-        self._lifecycle, self._started = lifecycle, runtime
-        expelled.successor = runtime
-        slot.succeed(expelled, runtime)
-        why = str(expelled.why_ended)
-        logger.warning("%s is back, as a new member: what it held before is lost", runtime.info.name)
-        runtime.event_log.note("rejoined", runtime.info.name, text=why)
-        runtime.member_events.tell(MemberEvent("rejoined", runtime.info, incarnation_text(runtime.me.incarnation), why))
+        join_again(expelled, way_back, lambda lifecycle: self._start(lifecycle, way_back), hold)
 
     def __enter__(self) -> Self:
         if self._lifecycle.state == "new":

@@ -17,12 +17,11 @@ from tests.kit.team import together
 from tests.kit.waiting import wait_until
 
 import farcall
-import farcall.node
 from farcall import autograd
 from farcall.errors import BadRank, Expelled, PeerDead, ReferenceLost
 from farcall.options import MembershipOptions
 from farcall.protocol.membership.events import LinkGivenUp
-from farcall.runtime.node import Runtime, runtime_of
+from farcall.runtime.node import Runtime, rejoin, runtime_of
 from farcall.runtime.node.lifecycle import Lifecycle
 from farcall.testing.cluster import WorkerProcess, start_processes, temporary_file_url
 
@@ -357,8 +356,8 @@ def test_iterators_over_events_end_with_the_node_not_with_a_membership() -> None
 
 
 def test_shutdown_ends_the_search_for_a_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(farcall.node, "FIRST_RETURN_S", 600.0)
-    monkeypatch.setattr(farcall.node, "LONGEST_RETURN_S", 600.0)
+    monkeypatch.setattr(rejoin, "FIRST_RETURN_S", 600.0)
+    monkeypatch.setattr(rejoin, "LONGEST_RETURN_S", 600.0)
     with group(3) as nodes:
         declare_dead(nodes[1], by=nodes[0])
         wait_until(lambda: not runtime_of(nodes[1]).running)

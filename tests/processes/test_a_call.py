@@ -68,5 +68,6 @@ def test_an_operation_does_not_travel_further_than_it_did(
 
 
 def test_a_call_through_a_handle_costs_the_same(travels: dict[str, Travel]) -> None:
-    assert travels["handle"].files - travels["call"].files == {"rpc/handles.py"}
+    # Not against the files of the other: on a busy machine one of them may pass a timer.
+    assert travels["handle"].files - files_named(section("One call")) == {"rpc/handles.py"}
     assert travels["handle"].functions <= MARGIN * travels["call"].functions

@@ -23,7 +23,7 @@ from farcall.errors import BadRank, Delivery, DuplicateName, Expelled, InitError
 from farcall.options import MemoryOptions
 from farcall.protocol.member import new_incarnation
 from farcall.rpc.gather import _contribute
-from farcall.runtime.node import runtime_of
+from farcall.runtime.node import rejoin, runtime_of
 from farcall.runtime.peers import table as peer_table
 from farcall.testing.cluster import finish, start_processes, temporary_file_url
 
@@ -322,8 +322,8 @@ def test_callbacks_and_iterators_tell_who_comes_and_goes(url: str) -> None:
 
 def test_one_that_was_expelled_can_join_again_in_the_same_process(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its user, who is quicker than it is itself."""
-    monkeypatch.setattr(farcall.node, "FIRST_RETURN_S", 600.0)
-    monkeypatch.setattr(farcall.node, "LONGEST_RETURN_S", 600.0)
+    monkeypatch.setattr(rejoin, "FIRST_RETURN_S", 600.0)
+    monkeypatch.setattr(rejoin, "LONGEST_RETURN_S", 600.0)
     with member("stays", 7, url) as stays:
         with this_process(url):
             node = api.current_runtime()

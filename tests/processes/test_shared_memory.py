@@ -10,12 +10,12 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 import torch
+from tests.kit.transports import receive_exactly, send_all, wait_for_end
 
 from farcall.channel.host_memory import copy_bytes
 from farcall.channel.segment_map import SegmentMap
 from farcall.channel.segments import segments_work
 from farcall.channel.shared_memory import SegmentPool
-from farcall.testing.transports import receive_exactly, send_all, wait_for_end
 from farcall.transport.interface import Transport, TransportBroken
 from farcall.transport.unix import UnixListener, UnixTransport, dial_unix
 

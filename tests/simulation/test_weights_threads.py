@@ -72,6 +72,22 @@ def test_a_block_that_is_mapped_while_its_version_arrives(cluster: Cluster) -> N
     assert reader.subscription.version == publisher.publication.version  # type: ignore[union-attr]
 
 
+def test_the_program_gets_a_version_before_its_lender_hears_of_it(cluster: Cluster) -> None:
+    publisher, reader = subscribed(cluster)
+    for _ in range(3):
+        cluster.push(publisher)
+        while publisher.later:
+            publisher.later.pop(0)()
+        while cluster.packets:
+            cluster.deliver(0)
+        assert publisher.publication is not None
+        assert reader.subscription is not None
+        assert reader.subscription.version == publisher.publication.version
+        assert publisher.publication.subscribers[reader.name] != publisher.publication.version
+        cluster.settle()
+        assert publisher.publication.subscribers[reader.name] == publisher.publication.version
+
+
 def test_a_subscription_that_is_made_while_another_ends(cluster: Cluster) -> None:
     publisher, reader = subscribed(cluster)
     weights = reader.weights

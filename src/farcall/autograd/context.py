@@ -31,8 +31,6 @@ from farcall.serialize.recording import RECORDING, Recording
 if TYPE_CHECKING:
     from farcall.autograd.contexts import Contexts
 
-__all__ = ["Context"]
-
 _requires_grad = attrgetter("requires_grad")
 
 

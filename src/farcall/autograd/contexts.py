@@ -28,8 +28,6 @@ from farcall.protocol.gradients import PartFailed, PassFailed, ReleaseContext, S
 from farcall.runtime.observing.profiling import is_profiled
 from farcall.serialize.recording import RECORDING
 
-__all__ = ["Contexts"]
-
 _RELEASED_KEPT = 4096
 _ID_BITS = 32  # below the worker's origin, in ids of contexts and of messages
 _RANK_SHIFT = 48
@@ -68,7 +66,7 @@ class Contexts:
         if type(current) is Context and current.contexts is self:
             raise RpcError(
                 "Already have an autograd context id for this thread: contexts do not nest; leave that one first, or "
-                "work in it"
+                "use it"
             )
         if not self._watches_replicas:
             self._watch_replicas()
@@ -96,8 +94,8 @@ class Contexts:
         context = self._contexts.get(context_id)
         if context is None:
             raise RpcError(
-                f"Could not find autograd context with id: {context_id}; its `with` block has ended, or it never came "
-                "to this worker"
+                f"Could not find autograd context with id: {context_id}; its `with` block has ended, or no call of "
+                "it has reached this worker"
             )
         return context
 

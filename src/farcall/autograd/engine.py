@@ -20,8 +20,6 @@ from farcall.autograd.leaves import Leaves, add_gradients, feed, is_watched
 from farcall.autograd.nodes import CHECKPOINT, Gradients, Roots, run_engine
 from farcall.autograd.phases import Answers, Heard, Phases
 
-__all__ = ["LocalGraph"]
-
 _MOST_UNHEARD = 32
 """With more sends than these, looking at all of them in each run costs more than keeping account of each edge."""
 

@@ -20,21 +20,6 @@ from torch.autograd.function import FunctionCtx
 
 from farcall.errors import RpcError
 
-__all__ = [
-    "ACCUMULATE",
-    "RECEIVE",
-    "RECEIVE_NAME",
-    "SEND_NAME",
-    "Edge",
-    "Node",
-    "Reached",
-    "SendFunction",
-    "gradient_edge",
-    "hooks_of",
-    "make_receive",
-    "root_edges",
-]
-
 # The names that programs and profilers written for torch.distributed.autograd look for.
 SEND_NAME: Final = "torch::distributed::autograd::SendRpcBackward"
 RECEIVE_NAME: Final = "torch::distributed::autograd::RecvRpcBackward"

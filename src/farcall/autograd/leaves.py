@@ -14,8 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from farcall.autograd.functions import ACCUMULATE, Edge, Node, Reached, hooks_of
 from farcall.autograd.nodes import Gradients, Roots, replaced
 
-__all__ = ["Leaves", "add_gradients", "call_end_hooks", "feed", "in_own_memory", "is_watched", "register_own_hook"]
-
 Leaves = dict[Node, torch.Tensor]
 """The gradients of leaves, by accumulator."""
 

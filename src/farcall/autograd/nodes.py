@@ -21,8 +21,6 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from farcall.autograd.functions import Edge, Node, gradient_edge, hooks_of
 
-__all__ = ["CHECKPOINT", "Gradients", "Roots", "RunInner", "replaced", "run_engine", "run_node"]
-
 Gradients = list[torch.Tensor | None]
 Roots = dict[Edge, torch.Tensor]
 RunInner = Callable[[Roots, Sequence[Edge]], Gradients]

@@ -48,8 +48,6 @@ from farcall.runtime.observing.profiling import PROFILING, CallProfile, RunProfi
 if TYPE_CHECKING:
     from farcall.autograd.context import Context
 
-__all__ = ["Event", "Gradient", "LocalPass", "Message", "Port"]
-
 
 class Gradient(msgspec.Struct, frozen=True):
     """The answer of a receive to its send; empty where the pass did not reach any tensor of the message."""
@@ -179,9 +177,9 @@ class LocalPass:
         """Whether the inbox has something: a thread that reads a link for this pass may stop."""
         return not self.inbox.empty()
 
-    def post(self, event: Gradient | PartFailed | WorkerLost | protocol.PassMessage, sender: int = -1) -> None:
+    def post(self, event: Gradient | PartFailed | WorkerLost | protocol.PassMessage) -> None:
         """Have ``event`` handled soon, on the thread that works on this pass. From any thread."""
-        self.inbox.put((event, sender))
+        self.inbox.put((event, -1))
         if self.working.acquire(False):
             self._port.submit(self)
 

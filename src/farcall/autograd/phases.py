@@ -22,8 +22,6 @@ from farcall.autograd.leaves import Leaves, add_gradients, feed
 from farcall.autograd.nodes import CHECKPOINT, Gradients, Roots, RunInner, run_engine, run_node
 from farcall.protocol.gradients import Wavefront
 
-__all__ = ["Answers", "Heard", "Phases"]
-
 Answers = dict[Node, Reached]
 """What the pass brought to each receive."""
 Heard = list[tuple[Edge, bool]]

@@ -47,8 +47,6 @@ from farcall.runtime.observing.profiling import PROFILING, CallProfile, RunProfi
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import read_value, withdraw, write_value
 
-__all__ = ["GRADIENTS", "Recorder", "decode_messages", "encode_messages"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 GRADIENTS: Final = 1
@@ -179,7 +177,7 @@ class Recorder:
                 )
         except RpcError as error:
             name = self.node.info.name
-            logger.warning("%s: a gradient message from %s went wrong: %s", name, peer.info.name, error)
+            logger.warning("%s: cannot handle a gradient message from %s: %s", name, peer.info.name, error)
         for local in passes:
             work = _Work(self, peer.number, local)
             is_last = local is passes[-1]

@@ -23,8 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from farcall.autograd.leaves import register_own_hook
 
-__all__ = ["REPLICAS", "reduce_gradients", "watch_replicas"]
-
 LeafGradients = dict[torch.Tensor, torch.Tensor]
 
 # Of the process, as the modules are; weak, so that no module lives longer for being noted.

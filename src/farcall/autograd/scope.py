@@ -18,8 +18,6 @@ from farcall.autograd.recorder import Recorder
 from farcall.runtime.node import HasRuntime, current_runtime
 from farcall.serialize import RECORDING
 
-__all__ = ["backward", "context", "get_gradients"]
-
 
 def _contexts() -> Contexts:
     return current_runtime().part(Recorder).contexts

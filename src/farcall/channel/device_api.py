@@ -19,8 +19,6 @@ import torch
 from farcall.channel import pinned_memory
 from farcall.channel.device_runtime import runtime_for
 
-__all__ = ["DEFAULT_STREAM", "CudaApi", "DeviceApi", "Export", "StreamId", "current_stream", "current_stream_id"]
-
 _C: Any = torch._C
 StreamId = tuple[int, int, int]
 """Of a stream, its device, and the type of that: what tells streams apart."""

@@ -30,8 +30,6 @@ import torch
 from farcall.channel.device_api import DeviceApi, Export
 from farcall.errors import SerializationError
 
-__all__ = ["DeviceBlock", "DevicePool", "DeviceSegments", "DeviceTicket", "PoolStats"]
-
 SEGMENT_BYTES = 64 << 20
 HOST_SEGMENT_BYTES = 8 << 20
 """Pinning takes 0.5 ms for each MiB, at both ends."""

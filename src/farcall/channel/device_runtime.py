@@ -31,8 +31,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["DeviceRuntime", "loaded_runtime", "runtime_for"]
-
 _C: Any = torch._C
 _NOT_READY = 600
 _ANY_TO_ANY = 4

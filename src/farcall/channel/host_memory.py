@@ -24,8 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["ALIGNMENT_BYTES", "Lease", "ReceivePool", "address_of", "copy_bytes", "leased", "rounded_size"]
-
 #: Blocks start at multiples of this: a cache line, and more than any dtype needs.
 ALIGNMENT_BYTES = 64
 #: Smaller buffers come from the ordinary heap, which recycles them well itself.

@@ -27,8 +27,6 @@ try:
 except ImportError:  # not POSIX: nothing of this works
     pass
 
-__all__ = ["HOST", "Export", "allocate", "export", "is_export", "open_export"]
-
 HOST = "host"
 Export = tuple[Any, ...]
 _SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW: who cut it short would kill the other

@@ -28,8 +28,6 @@ from farcall.channel.host_memory import Lease, leased, rounded_size
 from farcall.channel.segments import Arena, Block, SegmentRefused
 from farcall.transport.descriptors import close_in_children
 
-__all__ = ["Offer", "SegmentPool"]
-
 logger: logging.Logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 64 << 20
@@ -152,7 +150,7 @@ class SegmentPool:
             block, count = lent.get((segment_id, offset), (None, 0))
             if block is None or not 0 < size <= block.size or count != 1 or block.holders != 1:
                 raise SegmentRefused(
-                    f"the peer gave back {size} bytes at {offset} of segment {segment_id}, not its own"
+                    f"the peer returned {size} bytes at {offset} of segment {segment_id}, which it does not hold"
                 )
             del lent[segment_id, offset]
         view, lease = leased(block.view[:size], self._on_tensor_death, block)

@@ -27,8 +27,6 @@ from farcall.channel.device_runtime import runtime_for
 from farcall.channel.host_memory import copy_bytes
 from farcall.serialize.spans import copy_of, memory_of
 
-__all__ = ["COMPANY_BYTES", "LANDING_BYTES", "SLOT_BYTES", "download", "to_device", "to_host", "upload"]
-
 CHUNK_BYTES = 16 << 20
 LANDING_BYTES = 64 * 1024
 """Larger tensors are not downloaded this way."""

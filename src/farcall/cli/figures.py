@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["duration", "rate", "size"]
-
 
 def duration(seconds: float) -> str:
     """ "1.5 ms", "12 s"; "-" for none at all."""

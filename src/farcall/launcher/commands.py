@@ -29,8 +29,6 @@ from typing import IO, NamedTuple
 from farcall.launcher.engine import MAX_SPEC_BYTES, EngineError, ProcessState, Watcher, WorkerSpec
 from farcall.transport.descriptors import close_in_children
 
-__all__ = ["CommandEngine", "Spawned"]
-
 STRAY_OUTPUT_S = 2.0
 CLOSE_S = 10.0
 """How long the kernel may take to end killed processes."""
@@ -145,7 +143,7 @@ class CommandEngine:
         if self._thread.is_alive():
             with self._lock:
                 names = ", ".join(spec.name for spec in self._children)
-            raise EngineError(f"still there {CLOSE_S:.0f} s after they were killed: {names}")
+            raise EngineError(f"still running {CLOSE_S:.0f} s after SIGKILL: {names}")
         with self._lock:
             self._thread = None
             os.close(self._wake_write)

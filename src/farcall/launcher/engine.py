@@ -38,8 +38,6 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-__all__ = ["ENV_SPEC", "Engine", "EngineError", "ProcessState", "Watcher", "WorkerSpec", "how_it_ended"]
-
 ENV_SPEC = "FARCALL_WORKER_SPEC"
 MAX_SPEC_BYTES = 4 << 20
 

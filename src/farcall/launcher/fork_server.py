@@ -32,8 +32,6 @@ from farcall.launcher.engine import EngineError
 from farcall.launcher.lifeline import hold
 from farcall.transport.descriptors import close_in_children
 
-__all__ = ["ForkServer"]
-
 START_S = 120.0
 """Importing torch may take long on a machine that has never done it."""
 _ANSWER_S = 30.0

@@ -13,8 +13,6 @@ import os
 import select
 import signal
 
-__all__ = ["hold"]
-
 
 def hold(descriptor: int) -> None:
     """From now on this process, and the group it leads, ends with the other end of ``descriptor``."""

@@ -23,8 +23,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Event", "Life", "Restarts", "State"]
-
 
 class State(StrEnum):
     STARTING = "starting"

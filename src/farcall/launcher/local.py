@@ -9,8 +9,6 @@ from farcall.launcher.commands import CommandEngine, Spawned
 from farcall.launcher.engine import EngineError, WorkerSpec
 from farcall.launcher.fork_server import ForkServer
 
-__all__ = ["LocalEngine"]
-
 
 class LocalEngine(CommandEngine):
     """Processes of this machine. The server loads while the driver becomes a member."""

@@ -21,8 +21,6 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import IO, BinaryIO
 
-__all__ = ["LastLines", "Output", "Source", "WorkerOutput"]
-
 COLORS = (36, 32, 33, 35, 34, 96, 92, 95)
 """As terminals number them: cyan, green, yellow, magenta, blue, and three brighter ones."""
 HOLD_S = 0.2

@@ -21,8 +21,6 @@ from farcall.rpc.future import Future
 from farcall.rpc.handles import Worker
 from farcall.runtime.node import Runtime
 
-__all__ = ["LiveTable", "rows_of"]
-
 REFRESH_S = 1.0
 ANSWER_S = 0.5
 """How long a table waits for what workers say of themselves."""

@@ -23,8 +23,6 @@ from farcall.rpc.method_calls import call_method, call_method_async
 from farcall.rpc.rref import RRef
 from farcall.serialize import Encoding, current_encoding, register_reducer
 
-__all__ = ["RemoteModule"]
-
 M = TypeVar("M", bound="RemoteModule")
 
 _SENT_DEFAULTS = (int, float, str, bool, type(None), type)  # other workers may not know the types of other defaults
@@ -248,7 +246,7 @@ def parse_remote_device(text: str | WorkerInfo) -> RemoteDevice:
     if place.startswith("rank:"):
         number = place.removeprefix("rank:")
         if not number.isdecimal():
-            raise BadRemoteDevice(f"could not parse the remote device {text!r}: {number!r} is no rank")
+            raise BadRemoteDevice(f"could not parse the remote device {text!r}: {number!r} is not a rank")
         return RemoteDevice(int(number), device)
     return RemoteDevice(place, device)
 

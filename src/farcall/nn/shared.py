@@ -19,8 +19,6 @@ from torch import nn
 from farcall.api import current_runtime
 from farcall.optim.optimizer import steps_of
 
-__all__ = ["Shared"]
-
 
 class Shared(nn.Module):
     """A module whose steps by one trainer never disturb the backward pass of another.

@@ -42,19 +42,6 @@ from farcall.runtime.observing.observer_connection import ObserverConnection
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
 
-__all__ = [
-    "CALL_STATE",
-    "EVENTS",
-    "METRICS",
-    "SNAPSHOT",
-    "TRACE_BEGIN",
-    "TRACE_END",
-    "Answering",
-    "CallState",
-    "Subject",
-    "WorkerEvents",
-]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 SNAPSHOT = "snapshot"
@@ -157,7 +144,7 @@ class Answering:
         self._node.call_soon(lambda: tell(data))
 
     def _went_wrong(self, subject: str) -> None:
-        logger.exception("%s: a question about %r went wrong; please report this", self._node.info.name, subject)
+        logger.exception("%s: cannot answer a question about %r; please report this", self._node.info.name, subject)
 
     def _on_member_asks(self, peer: RemotePeer, ask: Ask) -> None:
         me = self._node.info.name

@@ -23,8 +23,6 @@ try:
 except ImportError:  # it is deprecated
     legacy = None
 
-__all__ = ["Detail", "Records", "legacy", "start", "start_ns", "start_record", "stop", "to_spans"]
-
 
 class Detail(IntFlag):
     """The details of operators beside names and times; a caller's wish travels as the sum of its bits."""

@@ -20,8 +20,6 @@ from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING
 from farcall.runtime.peers.peer import Peer, RemotePeer
 
-__all__ = ["Clocks", "align", "bounds_of_calls", "offsets_of"]
-
 QUESTIONS = 5
 STALE_S = 30.0
 

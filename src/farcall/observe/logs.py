@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 import os
 
-__all__ = ["log_as_told"]
-
 _FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(process)d farcall: %(message)s"
 _LEVELS = {"info": logging.INFO, "debug": logging.DEBUG}
 _logger = logging.getLogger("farcall")

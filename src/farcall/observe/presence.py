@@ -21,8 +21,6 @@ from farcall.private_files import check_private, private_directory
 from farcall.protocol.hello import observer_key
 from farcall.secret import Secret
 
-__all__ = ["Presence", "PresenceFile", "find_nodes"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 _SUFFIX = ".node"

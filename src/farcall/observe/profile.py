@@ -39,8 +39,6 @@ from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING
 from farcall.runtime.peers.peer import Peer, RemotePeer
 
-__all__ = ["PROFILER", "THREAD", "Call", "Collector", "ProcessRecorder", "ProfilerSession", "Run", "call_name"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 _next_number = itertools.count(1).__next__

@@ -19,8 +19,6 @@ from farcall.runtime.observing.counters import BOUNDS_S
 from farcall.runtime.rendezvous.addresses import is_loopback
 from farcall.transport.tls import Tls
 
-__all__ = ["MetricsServer"]
-
 _EVERY = 8
 """So many fine buckets make one here: two octaves, 16 buckets for each function and peer."""
 
@@ -51,7 +49,7 @@ class MetricsServer:
                 protect = partial(tls.web, for_members=True)
                 self._server = WebServer("farcall-metrics", host, port, answer, protect=protect)
         except OSError as error:
-            raise InitError(f"metrics cannot be served on {host}:{port} (option metrics_port): {error}") from error
+            raise InitError(f"cannot serve metrics on {host}:{port} (option metrics_port): {error}") from error
         self._server.start()
         self.port: int = self._server.port
         """The port that was asked for, or chosen."""

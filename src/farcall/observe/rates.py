@@ -12,20 +12,6 @@ import msgspec
 
 from farcall.observe.metrics import BatchMetrics, CallMetrics, Histogram, Metrics, StreamMetrics
 
-__all__ = [
-    "BatchRow",
-    "FunctionRow",
-    "Row",
-    "batches",
-    "busiest",
-    "errors_of",
-    "latency_between",
-    "pairs_of_looks",
-    "rows",
-    "stream_items_per_s",
-    "weights",
-]
-
 
 def pairs_of_looks(before: Iterable[Metrics], now: Iterable[Metrics]) -> Iterator[tuple[Metrics, Metrics, float]]:
     """Each worker's metrics then and now, and the seconds between; a new worker began with nothing, at its start."""

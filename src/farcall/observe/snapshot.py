@@ -30,21 +30,6 @@ from farcall.runtime.node import Runtime
 if TYPE_CHECKING:
     from farcall.rpc.batch_queue import RunningBatch
 
-__all__ = [
-    "OutgoingCall",
-    "PoolView",
-    "ServedCall",
-    "StackLine",
-    "ThreadView",
-    "WorkerSnapshot",
-    "function_title",
-    "outgoing_call",
-    "pool_view",
-    "served_call",
-    "take_snapshot",
-    "view_threads",
-]
-
 MOST_CALLS = 1000
 MOST_FRAMES = 40
 MOST_MEMBERS = 100

@@ -13,8 +13,6 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["CALL", "OPERATOR", "RUN", "Bound", "Harvest", "Span", "decode_harvest", "encode_harvest"]
-
 OPERATOR: Final = 0
 CALL: Final = 1
 RUN: Final = 2

@@ -24,8 +24,6 @@ from farcall.runtime.calls.serving import Request
 from farcall.runtime.io.timers import Callback, Timer
 from farcall.serialize import withdraw
 
-__all__ = ["Telemetry", "TracedCalls"]
-
 
 class Telemetry:
     """The tracer of one node; raises `InitError` where OpenTelemetry is not installed."""

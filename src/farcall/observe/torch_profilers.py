@@ -34,8 +34,6 @@ from farcall.runtime.observing.profiling import PROFILING, RunProfile
 if TYPE_CHECKING:
     from farcall.observe.profile import ProfilerSession
 
-__all__ = ["install"]
-
 _ATTRIBUTE = "_farcall_session"
 _WRAPPED = "_farcall_wraps"
 

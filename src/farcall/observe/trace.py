@@ -34,8 +34,6 @@ from torch.autograd.profiler_util import FunctionEvent
 from farcall.observe.clocks import offsets_of
 from farcall.observe.spans import CALL, OPERATOR, RUN, Harvest, Span
 
-__all__ = ["REMOTE_OPERATOR", "add_to_trace", "chrome_trace", "function_events", "write_json"]
-
 REMOTE_OPERATOR: Final = "#remote_op: "
 _FIRST_EVENT: Final = 1 << 40
 

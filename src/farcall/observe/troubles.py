@@ -21,8 +21,6 @@ import msgspec
 
 from farcall.observe.snapshot import LATER, QUEUED, RUNNING, OutgoingCall, ServedCall, WorkerSnapshot
 
-__all__ = ["ThreadKey", "Trouble", "find_troubles", "still_threads"]
-
 _STILL_CPU_S = 0.005
 _MOST_TROUBLES = 20
 

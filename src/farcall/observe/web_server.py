@@ -18,8 +18,6 @@ from typing import Any, BinaryIO, Final, NamedTuple, TypeAlias
 
 from farcall.transport.descriptors import close_in_children
 
-__all__ = ["Answer", "Request", "WebServer"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 MOST_CONNECTIONS: Final = 32

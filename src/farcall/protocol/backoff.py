@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["Backoff", "Jitter"]
-
 
 class Jitter(Protocol):
     """The part of ``random.Random`` that spreads pauses."""

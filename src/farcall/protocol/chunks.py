@@ -23,8 +23,6 @@ from typing import TypeAlias
 from farcall.protocol.frames import ABANDONED, CHUNK, HEADER, MAGIC, VERSION, Piece
 from farcall.protocol.session import Kept
 
-__all__ = ["LARGEST_CHUNK_BYTES", "SMALLEST_CHUNK_BYTES", "Chunk", "ChunkSize", "Instead", "LargeMessage"]
-
 SMALLEST_CHUNK_BYTES = 64 * 1024
 LARGEST_CHUNK_BYTES = 1024 * 1024
 QUICK_S = 0.000_3

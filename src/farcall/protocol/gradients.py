@@ -34,31 +34,6 @@ import msgspec
 
 from farcall.protocol.notes import ProfileWanted
 
-__all__ = [
-    "ORIGIN",
-    "PARTICIPANT",
-    "AbortPass",
-    "BackwardPass",
-    "Begin",
-    "Completed",
-    "Effect",
-    "Event",
-    "Failed",
-    "PartFailed",
-    "PartFinished",
-    "PassDone",
-    "PassFailed",
-    "PassId",
-    "PassState",
-    "Received",
-    "ReleaseContext",
-    "StartPass",
-    "Table",
-    "Tell",
-    "Wavefront",
-    "WorkerLost",
-]
-
 
 class PassId(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The name of a backward pass within a context: the worker that called for it, and a number there."""

@@ -69,9 +69,6 @@ from farcall.protocol.hello import (
     refuse,
 )
 
-__all__ = ["Established", "Handshake", "HandshakeState"]
-
-
 _SAME_TRUST = ": have every process call farcall.allow before it starts, with the same trust, or none"
 
 
@@ -132,7 +129,6 @@ class Handshake:
         self._side = side
         self._me = me
         self._secrets = (secret, *also)
-        self._nonce = nonce
         self._expected_peer = expected_peer
         self._binding = binding
         self._quick_seals = quick_seals
@@ -270,7 +266,7 @@ class Handshake:
         if self._side is Side.LISTENER and not self._is_meant(peer):
             raise refuse(
                 RefusalReason.WRONG_ADDRESS,
-                f"{peer.member.name!r} dialled {peer.dialled!r}, which is no address of this node's: somebody relays "
+                f"{peer.member.name!r} dialled {peer.dialled!r}, which is not an address of this node: somebody relays "
                 "the connection, or the address is stale",
             )
         # Checked before the dialer proves anything: an unwanted peer gets no proof to guess the secret from.

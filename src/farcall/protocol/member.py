@@ -13,8 +13,6 @@ import msgspec
 
 from farcall.ids import MAX_NAME_CHARACTERS
 
-__all__ = ["MAX_ADDRESSES", "Incarnation", "Member", "incarnation_text", "new_incarnation"]
-
 MAX_ADDRESSES: Final = 16
 
 Incarnation: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]

@@ -14,21 +14,6 @@ import msgspec
 from farcall.ids import RefId
 from farcall.protocol.references.messages import Fork
 
-__all__ = [
-    "KEEP",
-    "REFUSABLE",
-    "REFUSED",
-    "STREAM",
-    "Notes",
-    "ProfileWanted",
-    "Refusal",
-    "decode_notes",
-    "decode_refusal",
-    "encode_notes",
-    "encode_refusal",
-    "without_creation",
-]
-
 KEEP = 1
 """A request's flag: the callee keeps the result, as the value of the reference that the notes say is ``created``."""
 REFUSABLE = 2

@@ -32,17 +32,6 @@ from farcall.errors import NetworkError
 from farcall.protocol.frames import RESPONSE, Piece, Ticket, encode_frame
 from farcall.protocol.notes import without_creation
 
-__all__ = [
-    "ACKNOWLEDGE_BYTES",
-    "ACKNOWLEDGE_FRAMES",
-    "Kept",
-    "Session",
-    "SessionError",
-    "State",
-    "Unkept",
-    "remains_of",
-]
-
 ACKNOWLEDGE_FRAMES = 64
 ACKNOWLEDGE_BYTES = 256 * 1024
 

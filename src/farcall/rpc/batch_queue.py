@@ -25,7 +25,7 @@ import torch
 
 from farcall.errors import Cancelled, RpcError
 from farcall.rpc.outcome import raise_copy
-from farcall.runtime.calls.executor import UNKNOWN_S
+from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.serving import Request
 from farcall.runtime.calls.turns import Turns
 from farcall.runtime.devices.streams import stamp
@@ -35,8 +35,6 @@ from farcall.serialize import RECORDING
 
 if TYPE_CHECKING:
     from farcall.rpc.batches import Batches
-
-__all__ = ["Item", "Queue", "Rules", "RunningBatch"]
 
 
 class Rules:
@@ -126,7 +124,7 @@ class Queue:
 
     def _submit(self) -> None:
         """Have a worker run a batch, in its turn."""
-        run = _Run(self)
+        run = FunctionTask(self.run, self.drop)
         if self.turns is None:
             self._node.server.submit(run)
         elif self.turns.enter(run):
@@ -252,20 +250,3 @@ class Queue:
             self._waiting.clear()
         for item in items:
             item.future.set_exception(Cancelled("the node shut down before the batch ran"))
-
-
-class _Run:
-    """A batch, as a task of the executor."""
-
-    __slots__ = ("_queue",)
-
-    expected_s = UNKNOWN_S
-
-    def __init__(self, queue: Queue) -> None:
-        self._queue = queue
-
-    def run(self, more: bool) -> None:
-        self._queue.run()
-
-    def drop(self) -> None:
-        self._queue.drop()

@@ -23,17 +23,6 @@ from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import RECORDING, decode_failure, encode_function, read_value, write_call
 
-__all__ = [
-    "UNSET_TIMEOUT",
-    "call_sync",
-    "check_timeout",
-    "encode_request",
-    "plain_request",
-    "read_answer",
-    "refusal",
-    "send",
-]
-
 UNSET_TIMEOUT = -1.0
 LONGEST_S = 1e9
 """Whoever may wait for thirty years waits without a limit."""

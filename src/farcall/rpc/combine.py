@@ -15,8 +15,6 @@ from typing import Any, Generic, TypeVar, overload
 from farcall.rpc.outcome import DerivedFuture, LoopGate, Opens, Outcome, waiting_here
 from farcall.runtime.io.timers import NEVER
 
-__all__ = ["Completions", "Gathered", "Tell", "as_completed", "gather"]
-
 A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
@@ -146,7 +144,7 @@ class Completions(Generic[F]):
                 return found
 
     def _late(self) -> TimeoutError:
-        return TimeoutError(f"{self._left} futures are not done within {self._timeout:g} s; their calls go on")
+        return TimeoutError(f"{self._left} futures are not done after {self._timeout:g} s; their calls continue")
 
 
 def as_completed(futures: Iterable[F], timeout: float | None = None) -> Completions[F]:

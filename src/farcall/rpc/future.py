@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,7 +30,7 @@ from farcall.rpc.outcome import (
     profiled,
     running_loop,
 )
-from farcall.runtime.calls.executor import UNKNOWN_S
+from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.devices.streams import Stamp, stamp
 from farcall.runtime.io.sigint import Gate
@@ -102,7 +103,7 @@ class Future(Outcome[T], PendingCall):
                     if not self.done():
                         raise TimeoutError(
                             f"{self.peer.info.name} has not answered {name_of(self.what)}() within {timeout:g} s; "
-                            "the call goes on (cancel() ends it)"
+                            "the call continues (cancel() ends it)"
                         )
         if self._stamp is not None:
             self._stamp.wait()  # the current streams do, the host does not
@@ -164,13 +165,19 @@ class Future(Outcome[T], PendingCall):
         self.arrived = True
         if self._has_callbacks or takes_long(frame.payload):
             self._frame = frame
-            self._node.executor.submit(_Completion(self))
+            self._node.executor.submit(FunctionTask(self._read_frame, self._read_frame))
             return
         self.peer.watch()  # chains that torch makes in C++ are the user's code, too
         if self._node.devices is None:
             self._complete(frame)
         else:
             self.complete(frame)
+
+    def _read_frame(self) -> None:
+        """On a worker; or where the node ended first, since threads may wait for this future."""
+        frame, self._frame = self._frame, None
+        assert frame is not None
+        self.complete(frame)
 
     def complete(self, frame: Frame) -> None:
         """Read the answer and become done."""
@@ -214,7 +221,8 @@ class Future(Outcome[T], PendingCall):
         if self.profile is not None:
             self.profile.ended()
         self.arrived = True
-        self._node.executor.submit(_Completion(self, error))
+        fail = partial(self.fail, error)
+        self._node.executor.submit(FunctionTask(fail, fail))
 
 
 def call_async(
@@ -238,27 +246,3 @@ def call_async(
     future.profile = profile
     send(node.calls, future, frame)
     return future
-
-
-class _Completion:
-    """The end of a future, as a task for a worker thread."""
-
-    __slots__ = ("error", "future")
-
-    expected_s = UNKNOWN_S
-
-    def __init__(self, future: Future[Any], error: RpcError | None = None) -> None:
-        self.future = future
-        self.error = error
-
-    def run(self, more: bool) -> None:
-        future = self.future
-        if self.error is not None:
-            future.fail(self.error)
-        else:
-            frame, future._frame = future._frame, None
-            assert frame is not None
-            future.complete(frame)
-
-    def drop(self) -> None:
-        self.run(False)  # or threads would wait for this future for good

@@ -25,8 +25,6 @@ from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_runtime
 
-__all__ = ["Roster", "map", "map_over"]
-
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -250,7 +248,7 @@ class _Map:
             more = self._roster.wait()
         self._recruit()
         if not self._free and not more:
-            raise self._last_error or UnknownWorker("map found no worker that runs")
+            raise self._last_error or UnknownWorker("map found no running worker")
 
 
 @contextmanager

@@ -22,16 +22,6 @@ from farcall.serialize import write_call
 if TYPE_CHECKING:
     from farcall.rpc.rref import RRef
 
-__all__ = [
-    "MethodName",
-    "Proxy",
-    "Start",
-    "call_method",
-    "call_method_async",
-    "call_method_remote",
-    "method_request",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")

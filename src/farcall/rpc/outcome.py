@@ -25,19 +25,6 @@ from farcall.runtime.node import runtime_of_thread
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.serialize import RECORDING
 
-__all__ = [
-    "DerivedFuture",
-    "LoopGate",
-    "Opens",
-    "Outcome",
-    "check_callable",
-    "in_present_context",
-    "profiled",
-    "raise_copy",
-    "running_loop",
-    "waiting_here",
-]
-
 T = TypeVar("T")
 S = TypeVar("S")
 AT_ONCE = 100
@@ -246,7 +233,7 @@ class DerivedFuture(Outcome[T]):
             with waiting_here():
                 finished.wait(-1 if timeout is None else max(0.0, timeout))
             if not self.done():
-                raise TimeoutError(f"not done within {timeout:g} s; what it waits for goes on")
+                raise TimeoutError(f"not done within {timeout:g} s; the calls it waits for continue")
         if self._stamp is not None:
             self._stamp.wait()
         return torch.futures.Future.wait(self)

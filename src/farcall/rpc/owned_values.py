@@ -41,8 +41,6 @@ from farcall.serialize import decode_failure, encode_failure
 if TYPE_CHECKING:
     from farcall.rpc.rref import RRef
 
-__all__ = ["NOT_MADE", "KeptRequest", "Owned", "OwnedValues", "dispose", "wait_for_value"]
-
 NOT_MADE = "value still being made"
 _HARMLESS = frozenset((type(None), bool, int, float, str, bytes, torch.Tensor, torch.nn.Parameter))
 """Types whose values die without running user code."""

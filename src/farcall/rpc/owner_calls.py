@@ -146,15 +146,23 @@ class Creation(PendingCall):
         if self._future is not None:
             self._finish_future()
 
-    def attach(self, call: PendingCall) -> None:
-        """Fail ``call``, which is about to be sent, if this creation fails; raises if it has failed."""
-        with _lock:
-            if not self.arrived:
-                if self._waiting is None:
-                    self._waiting = []
-                self._waiting.append(call)
-        if self.error is not None:
-            raise copy.copy(self.error)
+    def attach(self, call: PendingCall, frame: Frame) -> None:
+        """Fail ``call``, which is about to be sent as ``frame``, if this creation fails.
+
+        The request follows the creating call on its link. If that one fails, this one must not wait for nothing.
+        Raises if it has failed: then the frame is not sent.
+        """
+        try:
+            with _lock:
+                if not self.arrived:
+                    if self._waiting is None:
+                        self._waiting = []
+                    self._waiting.append(call)
+            if self.error is not None:
+                raise copy.copy(self.error)
+        except BaseException:
+            withdraw(frame)
+            raise
 
     def fail_waiting(self) -> None:
         """Fail the calls that wait for a value that will not come."""
@@ -211,12 +219,7 @@ def ask(rref: RRef[Any], peer: Peer, what: Callable[..., Any], frame: Frame, tim
     call = SyncCall(peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s))
     creation = rref._creation
     if creation is not None and not (creation.arrived and creation.error is None):
-        # The request follows the creating call on its link. If that one fails, this one must not wait for nothing.
-        try:
-            creation.attach(call)
-        except BaseException:
-            withdraw(frame)
-            raise
+        creation.attach(call, frame)
     profile = PROFILING.begin_call(node, peer, "sync", what, None) if is_profiled() or PROFILING.everywhere else None
     if profile is not None:
         call.profile = profile
@@ -240,7 +243,7 @@ def _check_not_within(owned: Owned, what: Callable[..., Any]) -> None:
     if isinstance(request, Request) and owned.turns is not None and request.frame.turns is owned.turns:
         inner, outer = name_of(what), request.function_name
         raise RpcError(
-            f"{outer}() waits for {inner}() of its own object, whose calls run one at a time: neither could go on. "
+            f"{outer}() waits for {inner}() of its own object, whose calls run one at a time: neither can continue. "
             f"Call self.{inner}(), or await the call from an async def"
         )
 
@@ -253,11 +256,7 @@ def ask_async(
     future = _Answer(node, peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s), rref)
     creation = rref._creation
     if creation is not None and not (creation.arrived and creation.error is None):
-        try:
-            creation.attach(future)
-        except BaseException:
-            withdraw(frame)
-            raise
+        creation.attach(future, frame)
     if is_profiled() or PROFILING.everywhere:
         future.profile = PROFILING.begin_call(node, peer, "async", what, None)
     send(node.calls, future, frame)

@@ -44,7 +44,7 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer, RemotePeer
-from farcall.serialize import encode_failure, withdraw
+from farcall.serialize import encode_failure
 from farcall.serialize.allowance import INSTALLED
 
 LINGER_S = 0.005
@@ -143,11 +143,7 @@ class NodeReferences:
         try:
             creation.profile = profile
             if keeps is not None and keeps._creation is not None:
-                try:
-                    keeps._creation.attach(creation)  # if that creation fails, there is no object to call a method of
-                except BaseException:
-                    withdraw(frame)
-                    raise
+                keeps._creation.attach(creation, frame)  # if that fails, there is no object to call a method of
             frame.flags = KEEP
             self.node.calls.send(creation, frame, fork, origin)
         except BaseException as error:
@@ -320,8 +316,8 @@ class NodeReferences:
                 may_come = creator != self._machine.me and creator not in self._lost and self._values.may_come(ref)
                 if not may_come and not self._machine.lists(ref):
                     raise ReferenceLost(
-                        f"{self.node.info.name} has no value {ref.created_on}:{ref.local_id}: nobody referred to "
-                        "it any more, or references were given up at a shutdown"
+                        f"{self.node.info.name} has no value {ref.created_on}:{ref.local_id}: its last "
+                        "reference was dropped, or a shutdown dropped all"
                     )
                 owned = self._values.place(ref)
         return owned

@@ -43,9 +43,7 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, CallProfile, is_profiled
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import RECORDING
-
-__all__ = ["Retry", "async_with", "remote_with", "sync_with"]
+from farcall.serialize import RECORDING, withdraw
 
 _RANDOM = SystemRandom()  # the generators that programs seed are theirs
 
@@ -127,6 +125,23 @@ def sync_with(
     raise AssertionError("unreachable")
 
 
+class _Surroundings:
+    """The autograd context and the scope of a first attempt, to be entered for the others: they inherit the same."""
+
+    def __init__(self) -> None:
+        self._recording = RECORDING.get()
+        self._scope = CURRENT.get()
+
+    def __enter__(self) -> None:
+        self._outside = None if self._recording is None else self._recording.enter()
+        self._outer = CURRENT.set(self._scope)
+
+    def __exit__(self, *_: object) -> None:
+        CURRENT.reset(self._outer)
+        if self._recording is not None:
+            RECORDING.set(self._outside)
+
+
 class RetryingFuture(Future[Any]):
     """A future whose call is made again when the network fails it."""
 
@@ -149,8 +164,7 @@ class RetryingFuture(Future[Any]):
         self._to = to
         self._attempt = 0
         self._request = (func, args, kwargs)
-        self._recording = RECORDING.get()
-        self._scope = CURRENT.get()  # a second attempt inherits what the first one did
+        self._surroundings = _Surroundings()
         self._paused: list[BaseException] = []  # while it waits for its next attempt: why; whoever pops that goes on
 
     def send(self) -> None:
@@ -201,16 +215,11 @@ class RetryingFuture(Future[Any]):
         if monotonic() >= self.deadline:
             super().fail(failure)  # a busy machine was late: this error says more than that the time is up
             return
-        outside = None if self._recording is None else self._recording.enter()
-        outer = CURRENT.set(self._scope)
         try:
-            self.send()
+            with self._surroundings:
+                self.send()
         except BaseException as error:
             super().fail(error)
-        finally:
-            CURRENT.reset(outer)
-            if self._recording is not None:
-                RECORDING.set(outside)
 
 
 def async_with(
@@ -232,7 +241,7 @@ def async_with(
 class RetryingCreation(Creation):
     """A creating call that is made again where its owner lives and did not get it: it creates the reference once."""
 
-    __slots__ = ("_attempt", "_gates", "_origin", "_recording", "_request", "_retry", "_scope")
+    __slots__ = ("_attempt", "_gates", "_request", "_retry", "_surroundings")
 
     started_at: float  # of the last attempt
 
@@ -241,26 +250,30 @@ class RetryingCreation(Creation):
         self._retry = retry
         self._request = request
         self._attempt = 1
-        self._origin = ""
         self._gates: list[Gate] = []
-        self._recording = RECORDING.get()
-        self._scope = CURRENT.get()  # a second attempt inherits what the first one did
+        self._surroundings = _Surroundings()
 
-    def attach(self, call: PendingCall) -> None:
+    def attach(self, call: PendingCall, frame: Frame) -> None:
         """Wait until the owner has answered: a use that is sent before a second attempt would find no value."""
-        if not self.arrived:
-            done = Gate()
-            self._gates.append(done)
+        try:
             if not self.arrived:
-                with self._references.node.calls.waiting():
-                    in_time = done.wait(-1 if call.deadline == NEVER else max(0.0, call.deadline - monotonic()))
-                if not in_time:
-                    raise RpcTimeout(
-                        f"{call.peer.info.name} has not yet created the value that the call is for, "
-                        f"and {call.timeout_s:g} s are over",
-                        Delivery.NOT_SENT,
-                    )
-        super().attach(call)
+                self._wait_for_owner(call)
+        except BaseException:
+            withdraw(frame)
+            raise
+        super().attach(call, frame)
+
+    def _wait_for_owner(self, call: PendingCall) -> None:
+        done = Gate()
+        self._gates.append(done)
+        if not self.arrived:
+            with self._references.node.calls.waiting():
+                in_time = done.wait(-1 if call.deadline == NEVER else max(0.0, call.deadline - monotonic()))
+            if not in_time:
+                raise RpcTimeout(
+                    f"{call.peer.info.name} did not create the value that the call is for within {call.timeout_s:g} s",
+                    Delivery.NOT_SENT,
+                )
 
     def on_answer(self, frame: Frame) -> None:
         super().on_answer(frame)
@@ -288,24 +301,19 @@ class RetryingCreation(Creation):
     def _again(self) -> None:
         self._attempt += 1
         node = self._references.node
-        outside = None if self._recording is None else self._recording.enter()
-        outer = CURRENT.set(self._scope)
         try:
-            self.profile: CallProfile | None = None
-            frame = encode_request(self.peer, *self._request)
-            frame.flags = KEEP
-            self.started_at = monotonic()
-            node.calls.send(self, frame, self.fork, self._origin)
+            with self._surroundings:
+                self.profile: CallProfile | None = None
+                frame = encode_request(self.peer, *self._request)
+                frame.flags = KEEP
+                self.started_at = monotonic()
+                node.calls.send(self, frame, self.fork)
         except BaseException as error:
             self.on_failure(
                 error
                 if isinstance(error, RpcError)
-                else RpcError(f"the call to {self.peer.info.name} could not be sent again: {error}")
+                else RpcError(f"cannot send the call to {self.peer.info.name} again: {error}")
             )
-        finally:
-            CURRENT.reset(outer)
-            if self._recording is not None:
-                RECORDING.set(outside)
 
 
 def remote_with(

@@ -386,8 +386,6 @@ register_reducer(RRef, _reduce)
 # A number in the place of a name: reading it is one lookup in a dict.
 copyreg.add_extension(__name__, "_arrived", _EXTENSION_CODE)
 
-__all__ = ["RRef"]
-
 
 def _numbers(number: RefId | ForkId) -> str:
     return f"created_on={number.created_on}, local_id={number.local_id}"

@@ -20,8 +20,6 @@ from torch.jit import ScriptFunction
 from farcall.rpc.functions import AsyncScriptFunction
 from farcall.serialize import encode_function, installed_pickler, policy
 
-__all__ = ["name_function"]
-
 _ONLY_IN_PYTHON = frozenset(("requires_grad", "out", "names", "pin_memory"))
 # Whether a value of these types fits depends on the type alone, so one answer holds for all values.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))

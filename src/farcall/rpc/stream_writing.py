@@ -14,6 +14,8 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable
+from contextvars import Context
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ from farcall.ids import WorkerInfo
 from farcall.protocol.frames import LARGE_BYTES, LETTER, REQUEST, RESPONSE, Frame
 from farcall.protocol.streams import WINDOW_BYTES, WINDOW_ITEMS, Part, WriterMachine, encode_part
 from farcall.rpc.outcome import LoopGate, Opens
-from farcall.runtime.calls.executor import UNKNOWN_S
+from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.calls.pending import Waiting
 from farcall.runtime.calls.scope import CURRENT, Dependents
@@ -35,8 +37,6 @@ from farcall.serialize import encode_failure, has_devices, withdraw, write_value
 
 if TYPE_CHECKING:
     from farcall.rpc.streams import Streams
-
-__all__ = ["STREAMS", "OutgoingPump", "StreamRequest", "Writer"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -293,7 +293,7 @@ class StreamRequest(Request):
         if isinstance(source, Iterable):
             if turns is not None:
                 source = turns.items(source, self.writer.waiting)
-            self.server.submit(_Pump(self, source))
+            self.server.submit(FunctionTask(partial(self._pump, source), self.drop))
         elif isinstance(source, AsyncIterable):
             self.deferred = True
             outer = CURRENT.set(self)  # a task has the context in which it was made
@@ -310,10 +310,23 @@ class StreamRequest(Request):
         else:
             self._fail(
                 TypeError(
-                    f"{self.function_name}() was called as a stream, and returned a {type(source).__name__}: a stream "
-                    "is of a generator, an async generator, or a function that returns something to iterate over"
+                    f"{self.function_name}() was called as a stream, and returned a {type(source).__name__}: return "
+                    "an iterable, or make it a generator or an async generator"
                 )
             )
+
+    def _pump(self, source: Iterable[Any]) -> None:
+        """On a worker: go through the iterator."""
+        self.thread_id = threading.get_ident()
+        outer = CURRENT.set(self)
+        try:
+            if self.profile is None:
+                error = _pump(self.writer, source)
+            else:
+                error = self.profile.run(_pump, (self.writer, source))
+        finally:
+            CURRENT.reset(outer)
+        self.end(error)
 
     def _on_written(self, task: Any) -> None:
         self.end(None if task.cancelled() else task.exception())
@@ -343,69 +356,18 @@ async def _go_through(writer: Writer, source: AsyncIterable[Any]) -> None:
             await close()
 
 
-class _Pump:
-    """Goes through the iterator of a `StreamRequest`; a task of the executor."""
-
-    __slots__ = ("_request", "_source")
-
-    expected_s = UNKNOWN_S
-
-    def __init__(self, request: StreamRequest, source: Iterable[Any]) -> None:
-        self._request = request
-        self._source = source
-
-    def run(self, more: bool) -> None:
-        request = self._request
-        request.thread_id = threading.get_ident()
-        outer = CURRENT.set(request)
-        try:
-            if request.profile is None:
-                error = _pump(request.writer, self._source)
-            else:
-                error = request.profile.run(_pump, (request.writer, self._source))
-        finally:
-            CURRENT.reset(outer)
-        request.end(error)
-
-    def drop(self) -> None:
-        self._request.drop()
-
-
-class OutgoingPump:
-    """Goes through an iterable of the caller's; a task of the executor."""
-
-    __slots__ = ("_here", "_on_end", "_run", "_source", "_writer")
-
-    expected_s = UNKNOWN_S
-
-    def __init__(
-        self,
-        here: WorkerInfo,
-        writer: Writer,
-        source: Iterable[Any],
-        *,
-        run: Callable[..., BaseException | None],
-        on_end: Callable[[], None],
-    ) -> None:
-        """``run(function, ...)`` calls the function in the context of whoever made the stream."""
-        self._here = here
-        self._writer = writer
-        self._source = source
-        self._run = run
-        self._on_end = on_end
-
-    def run(self, more: bool) -> None:
-        try:
-            error = self._run(_pump, self._writer, self._source)
-            if not isinstance(error, Closed):
-                self._writer.finish(None if error is None else encode_failure(error, self._here))
-        except RpcError:
-            pass  # the reader's node is gone
-        finally:
-            self._on_end()
-
-    def drop(self) -> None:
-        self._on_end()
+def pump_outgoing(
+    here: WorkerInfo, writer: Writer, source: Iterable[Any], *, context: Context, on_end: Callable[[], None]
+) -> None:
+    """Go through an iterable of the caller's, in the ``context`` of whoever made the stream."""
+    try:
+        error = context.run(_pump, writer, source)
+        if not isinstance(error, Closed):
+            writer.finish(None if error is None else encode_failure(error, here))
+    except RpcError:
+        pass  # the reader's node is gone
+    finally:
+        on_end()
 
 
 def _pump(writer: Writer, source: Iterable[Any]) -> BaseException | None:
@@ -422,5 +384,5 @@ def _pump(writer: Writer, source: Iterable[Any]) -> BaseException | None:
             close()  # a generator's ``finally`` runs here and now
         except BaseException as raised:
             error = raised if not isinstance(error, Closed) else error
-            logger.warning("a generator of a stream could not be closed: %s: %s", type(raised).__name__, raised)
+            logger.warning("cannot close the generator of a stream: %s: %s", type(raised).__name__, raised)
     return error

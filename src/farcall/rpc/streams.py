@@ -13,6 +13,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import AsyncIterable, Callable, Iterable
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
@@ -27,7 +28,8 @@ from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, encode_request, send
 from farcall.rpc.method_calls import Proxy, method_request
 from farcall.rpc.owner_calls import Creation
 from farcall.rpc.stream_reading import Incoming, Reader, StreamCall
-from farcall.rpc.stream_writing import HOLD_S, STREAMS, OutgoingPump, StreamRequest, Writer
+from farcall.rpc.stream_writing import HOLD_S, STREAMS, StreamRequest, Writer, pump_outgoing
+from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.serving import Server
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime, runtime_of_thread
@@ -41,23 +43,10 @@ from farcall.serialize import (
     current_decoding,
     discard,
     register_reducer,
-    withdraw,
 )
 
 if TYPE_CHECKING:
     from farcall.rpc.rref import RRef
-
-__all__ = [
-    "Outgoing",
-    "Reader",
-    "Stream",
-    "StreamCall",
-    "StreamMethods",
-    "Streams",
-    "open_stream",
-    "outgoing",
-    "stream_method",
-]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -163,13 +152,13 @@ class Outgoing(Generic[T]):
 
     def __init__(self, source: Iterable[T]) -> None:
         if not isinstance(source, Iterable):
-            raise TypeError(f"outgoing takes something to iterate over, not a {type(source).__name__}")
+            raise TypeError(f"outgoing takes an iterable, not a {type(source).__name__}")
         self._source = source
         self._context = contextvars.copy_context()
         self._was_sent = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise SerializationError("farcall.outgoing(...) is for arguments of calls: nothing else can read it")
+        raise SerializationError("pass farcall.outgoing(...) as an argument of a call; it cannot travel otherwise")
 
 
 def outgoing(source: Iterable[T]) -> Stream[T]:
@@ -221,7 +210,7 @@ class Streams:
         self.node: Runtime = node
         self.lingering: dict[int, StreamCall] = {}
         self._incoming: dict[tuple[int, int], Incoming] = {}
-        self._writers: dict[int, tuple[Writer, OutgoingPump]] = {}
+        self._writers: dict[int, tuple[Writer, FunctionTask]] = {}
         self._unread: dict[int, WithCall] = {}  # writers whose reader has not begun, and may never
         self._unread_timer = node.timer(self._forget_unread)
         self._next_number = itertools.count(1).__next__
@@ -308,8 +297,9 @@ class Streams:
             self._writers.pop(number, None)
             self._unread.pop(number, None)
 
-        pump = OutgoingPump(self.node.info, writer, argument._source, run=argument._context.run, on_end=ended)
-        self._writers[number] = (writer, pump)
+        here, source, context = self.node.info, argument._source, argument._context
+        pump = partial(pump_outgoing, here, writer, source, context=context, on_end=ended)
+        self._writers[number] = (writer, FunctionTask(pump, ended))
         self._unread[number] = opened = WithCall(ended)
         encoding.on_failure(opened)
         if self._unread_timer.due == NEVER:
@@ -435,7 +425,7 @@ def check_no_gradients() -> None:
     """Raise inside a distributed autograd context."""
     if RECORDING.get() is not None:
         raise RpcError(
-            "a stream carries no gradients: leave the distributed autograd context for it, or make one call per item"
+            "a stream carries no gradients: use it outside the distributed autograd context, or make one call per item"
         )
 
 
@@ -450,11 +440,7 @@ def send_stream_call(
     """Send the request ``frame`` as a stream's. ``creation``: of the value that the function is a method of."""
     call = StreamCall(node.part(Streams), peer, what, 0.0 if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s))
     if creation is not None and not (creation.arrived and creation.error is None):
-        try:
-            creation.attach(call)  # there may be no value to call a method of
-        except BaseException:
-            withdraw(frame)
-            raise
+        creation.attach(call, frame)  # there may be no value to call a method of
     if is_profiled() or PROFILING.everywhere:
         call.profile = PROFILING.begin_call(node, peer, "async", what, None)
     frame.flags |= STREAM

@@ -2,7 +2,6 @@
 
 from farcall.serialize.allowance import Allowance
 from farcall.serialize.context import (
-    Decoding,
     Encoding,
     WithCall,
     current_decoding,
@@ -11,23 +10,18 @@ from farcall.serialize.context import (
     tie,
     withdraw,
 )
-from farcall.serialize.devices import PeerDevices, discard, has_devices, withdraw_lent
-from farcall.serialize.failures import RemoteTraceback, decode_failure, encode_failure, in_one_line
+from farcall.serialize.devices import discard, has_devices, withdraw_lent
+from farcall.serialize.failures import decode_failure, encode_failure, in_one_line
 from farcall.serialize.functions import decode_function, encode_function
-from farcall.serialize.pickler import TablePickler, is_custom, read_value, restrict, takes_long, write_call, write_value
-from farcall.serialize.policy import RpcPickler, installed_pickler, register_reducer, use_rpc_pickler
-from farcall.serialize.recording import RECORDING, Recording
+from farcall.serialize.pickler import TablePickler, read_value, restrict, takes_long, write_call, write_value
+from farcall.serialize.policy import installed_pickler, register_reducer, use_rpc_pickler
+from farcall.serialize.recording import RECORDING
 from farcall.serialize.tensors import map_cpu_tensors
 
 __all__ = [
     "RECORDING",
     "Allowance",
-    "Decoding",
     "Encoding",
-    "PeerDevices",
-    "Recording",
-    "RemoteTraceback",
-    "RpcPickler",
     "TablePickler",
     "WithCall",
     "current_decoding",
@@ -41,7 +35,6 @@ __all__ = [
     "has_devices",
     "in_one_line",
     "installed_pickler",
-    "is_custom",
     "map_cpu_tensors",
     "read_value",
     "register_reducer",

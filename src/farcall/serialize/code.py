@@ -27,8 +27,6 @@ from farcall.errors import FunctionNotFound
 from farcall.serialize.context import Encoding
 from farcall.serialize.policy import REDUCERS
 
-__all__ = ["HINT", "MAIN", "goes_by_value", "is_available", "is_of_session", "load_code", "reduce_code"]
-
 HINT = "define it at module level, or install cloudpickle on all workers: pip install 'farcall[notebook]'"
 _missing = object()
 
@@ -103,7 +101,7 @@ def load_code(data: bytes) -> Any:
         cloudpickle: Any = importlib.import_module("cloudpickle")
     except ModuleNotFoundError:
         raise FunctionNotFound(
-            "the caller sent code by value (of a notebook, a REPL, or a lambda), and this worker lacks cloudpickle: "
+            "the caller sent code by value (from a notebook, a REPL, or a lambda), and this worker lacks cloudpickle: "
             "pip install 'farcall[notebook]'"
         ) from None
     return cloudpickle.loads(data)

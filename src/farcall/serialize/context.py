@@ -27,22 +27,6 @@ if TYPE_CHECKING:
     from farcall.serialize.devices import DeviceRecord, DeviceTable
     from farcall.serialize.spans import SegmentTable, StorageRecord
 
-__all__ = [
-    "IN_BAND_LIMIT_BYTES",
-    "Decoding",
-    "Encoding",
-    "IfUnsent",
-    "WithCall",
-    "current_decoding",
-    "current_encoding",
-    "decline",
-    "enter_decoding",
-    "enter_encoding",
-    "seed",
-    "tie",
-    "withdraw",
-]
-
 IN_BAND_LIMIT_BYTES = 4096
 """Memory up to this size is cheaper as part of the pickle than as a buffer of its own in the frame."""
 

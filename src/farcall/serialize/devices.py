@@ -34,21 +34,6 @@ from farcall.serialize.context import (
 from farcall.serialize.rebuild import CODES, CONJUGATE, DTYPES, NEGATIVE, REQUIRES_GRAD, _aligned, _dtype, _finish
 from farcall.serialize.spans import View, compact_strides, memory_of, parts_of
 
-__all__ = [
-    "DEVICES_FORM",
-    "DeviceRecord",
-    "DeviceTable",
-    "PeerDevices",
-    "describe_on_device",
-    "discard",
-    "drop_tickets",
-    "has_devices",
-    "read_device_table",
-    "rebuild_on_device",
-    "withdraw_lent",
-    "write_device_table",
-]
-
 DEVICES_FORM = ord("D")
 _TICKET, _BUFFER, _BYTES = 0, 1, 2
 _ALIGNMENT_BYTES = 64

@@ -13,8 +13,6 @@ from typing import Any
 
 from farcall.serialize.policy import REDUCERS
 
-__all__ = ["find_culprit"]
-
 _DEEPEST = 12
 _MOST_PARTS = 10_000
 

@@ -35,18 +35,6 @@ import torch
 from farcall.serialize.rebuild import CODES, DTYPES
 from farcall.serialize.spans import copy_of, memory_of
 
-__all__ = [
-    "FLAT",
-    "OUT_OF_BAND_BYTES",
-    "copy_and_sum",
-    "read_flat",
-    "read_in_python",
-    "speedups",
-    "write_copied",
-    "write_flat",
-    "write_in_python",
-]
-
 FLAT = ord("F")
 OUT_OF_BAND_BYTES = 64 * 1024
 """Elements of a larger tensor are a buffer of the message, which may go through shared memory."""

@@ -32,8 +32,6 @@ from farcall.serialize import code, policy
 from farcall.serialize.allowance import INSTALLED, loads
 from farcall.serialize.rebuild import find_operator, find_script_function
 
-__all__ = ["decode_function", "encode_function", "forget_names"]
-
 _MOST_CACHED = 4096
 _missing = object()
 

@@ -46,8 +46,6 @@ from farcall.serialize.recording import RECORDING
 from farcall.serialize.spans import SegmentTable, plan
 from farcall.serialize.tensors import reduce_mapped, reduce_other, reduce_tensor
 
-__all__ = ["TablePickler", "is_custom", "read_value", "restrict", "takes_long", "write_call", "write_value"]
-
 _PLAIN = ord(".")
 _CONTEXTUAL = b"T"
 _SEGMENTED = b"S"
@@ -163,11 +161,6 @@ def restrict(allowance: Allowance | None) -> None:
     install(allowance)
     _loads = pickle.loads if allowance is None else loads
     forget_names()
-
-
-def is_custom(payload: bytes | memoryview) -> bool:
-    """Whether a pickler that the user installed wrote this payload."""
-    return payload[-1] == _CUSTOM[0]
 
 
 def takes_long(payload: bytes | memoryview) -> bool:

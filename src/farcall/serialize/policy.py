@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from farcall.serialize.context import Encoding
 
-__all__ = ["INSTALLED", "REDUCERS", "Reducer", "RpcPickler", "installed_pickler", "register_reducer", "use_rpc_pickler"]
-
 Reducer = Callable[[Any, "Encoding"], Any]
 """``reducer(object, encoding) -> reduce tuple``, as ``__reduce_ex__`` returns it, or NotImplemented."""
 

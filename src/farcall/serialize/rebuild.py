@@ -28,25 +28,6 @@ from farcall.serialize.allowance import INSTALLED
 from farcall.serialize.context import CURRENT, Decoding, current_decoding, seed
 from farcall.serialize.spans import SegmentTable, compact_strides
 
-__all__ = [
-    "CODES",
-    "CONJUGATE",
-    "NEGATIVE",
-    "REQUIRES_GRAD",
-    "find_operator",
-    "find_script_function",
-    "load_script_module",
-    "rebuild_alias",
-    "rebuild_as",
-    "rebuild_inline",
-    "rebuild_named_tuple",
-    "rebuild_special",
-    "rebuild_storage",
-    "rebuild_typed_storage",
-    "rebuild_view",
-    "set_attributes",
-]
-
 REQUIRES_GRAD = 1
 NEGATIVE = 2
 CONJUGATE = 4
@@ -204,7 +185,7 @@ def find_operator(name: str) -> Any:
     namespace, operator, *overload = name.split(".")
     found: Any = getattr(getattr(torch.ops, namespace), operator)
     if not isinstance(found, torch._ops.OpOverloadPacket) or len(overload) > 1:
-        raise FunctionNotFound(f"{name!r} is no operator of torch's")
+        raise FunctionNotFound(f"{name!r} is not an operator of torch")
     if not overload:
         return found
     if overload[0] not in found.overloads():  # type: ignore[no-untyped-call]
@@ -231,7 +212,7 @@ def _dtype(code: int | str) -> torch.dtype:
     dtype = DTYPES.get(code)
     if dtype is None:
         name = _DTYPE_NAMES[code] if isinstance(code, int) else code
-        raise SerializationError(f"the sender's torch has a dtype {name}, this one ({torch.__version__}) has not")
+        raise SerializationError(f"the sender's torch has a dtype {name}, which this torch ({torch.__version__}) lacks")
     return dtype
 
 

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["RECORDING", "Recording"]
-
 
 class Recording(Protocol):
     """A distributed autograd context."""

@@ -24,18 +24,6 @@ import torch
 
 from farcall.serialize.context import IN_BAND_LIMIT_BYTES
 
-__all__ = [
-    "Segment",
-    "SegmentTable",
-    "StorageRecord",
-    "View",
-    "compact_strides",
-    "copy_of",
-    "memory_of",
-    "parts_of",
-    "plan",
-]
-
 Segment = tuple[int, bytearray | None, bool]
 SegmentTable = list[list[Segment]]
 View = tuple[int, int, torch.dtype, tuple[int, ...], tuple[int, ...], int]

@@ -43,8 +43,6 @@ from farcall.serialize.rebuild import (
 )
 from farcall.serialize.spans import StorageRecord, copy_of
 
-__all__ = ["map_cpu_tensors", "reduce_mapped", "reduce_other", "reduce_tensor"]
-
 _strided = torch.strided
 _state_of: Any = torch._utils._get_obj_state
 _Descriptor = tuple[Any, tuple[Any, ...]]

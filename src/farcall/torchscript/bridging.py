@@ -26,8 +26,6 @@ from farcall.serialize.recording import Recording
 from farcall.torchscript import extension, handlers
 from farcall.torchscript.handlers import type_of_result
 
-__all__ = ["allow_pickling", "disable", "enable", "is_enabled"]
-
 LEAVE_S = 2.0
 """How long the end of the process waits for scripts that are in Python."""
 

@@ -30,8 +30,6 @@ from farcall.rpc.rref import RRef
 from farcall.torchscript import extension
 from farcall.torchscript.bridging import enable
 
-__all__ = ["mentions", "mentions_in_file", "needs_extension", "refuse", "stop_refusing", "watch"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 _missing = object()
@@ -167,7 +165,7 @@ def refuse(reason: str) -> None:
     with _lock:
         if _undo:
             return
-        logger.warning("TorchScript code that uses RPC is compiled, and will fail when it is called: %s", reason)
+        logger.warning("compiled TorchScript code that uses RPC, which will fail when called: %s", reason)
         for kind in (native.ScriptFunction, native.ScriptMethod):
             _undo.append(_guard(kind, reason))
 

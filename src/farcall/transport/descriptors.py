@@ -14,8 +14,6 @@ import os
 import weakref
 from typing import Protocol
 
-__all__ = ["HoldsDescriptors", "close_in_children"]
-
 
 class HoldsDescriptors(Protocol):
     """An object with descriptors of its own."""

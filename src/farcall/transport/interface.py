@@ -15,7 +15,7 @@ method             result                                  would block
 
 Operating-system errors are translated once, here: ``TransportClosed`` (this side did it) or
 ``TransportBroken`` (the world did). One thread may receive while another sends; two threads must not do the
-same of these at once.
+same of these at once, but any number may wait until ``send`` takes something.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from farcall.transport.interface import Transport
 
-__all__ = ["Layer"]
-
 
 class Layer(Transport):
     """One end of a connection that has another one inside."""

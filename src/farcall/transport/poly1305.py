@@ -10,8 +10,6 @@ from __future__ import annotations
 import ctypes
 from typing import Any, Final
 
-__all__ = ["AVAILABLE", "KEY_BYTES", "TAG_BYTES", "Poly1305"]
-
 KEY_BYTES: Final = 32
 TAG_BYTES: Final = 16
 # The example of RFC 8439, 2.5.2.

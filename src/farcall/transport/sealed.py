@@ -28,8 +28,6 @@ from farcall.transport.interface import Buffer, Transport, TransportBroken, Tran
 from farcall.transport.layer import Layer
 from farcall.transport.poly1305 import KEY_BYTES, Poly1305
 
-__all__ = ["MAX_BODY_BYTES", "SealedTransport"]
-
 MAX_BODY_BYTES: Final = 512 * 1024
 _USUAL_BODY_BYTES: Final = 128 * 1024
 """A record costs about 9 us besides its bytes, so larger ones are made while the kernel takes them at once."""

@@ -98,7 +98,15 @@ class SocketTransport(Transport):
     def wait_writable(self, timeout_s: float) -> bool:
         if self._closed:
             raise TransportClosed(f"cannot send: this side closed the {self.kind} connection")
-        return bool(self._writable.poll(timeout_s * 1000.0))
+        try:
+            return bool(self._writable.poll(timeout_s * 1000.0))
+        except RuntimeError:  # another thread waits with it: a poll object serves one at a time
+            poller = select.poll()
+        try:
+            poller.register(self._socket, select.POLLOUT)
+        except ValueError:
+            raise TransportClosed(f"cannot send: this side closed the {self.kind} connection meanwhile") from None
+        return bool(poller.poll(timeout_s * 1000.0))
 
     def close_after_fork(self) -> None:
         """In a forked child: no shutdown(), which would end the parent's connection as well."""

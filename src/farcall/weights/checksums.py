@@ -16,8 +16,6 @@ import torch
 from farcall.channel.host_memory import address_of
 from farcall.serialize.flat import copy_and_sum
 
-__all__ = ["checksum", "copy_with_checksum"]
-
 _PAGE_WORDS = 512
 # Below torch's limit for work on several threads: those would have to be woken, on cores that have other work.
 _PIECE_WORDS = 16 * 1024

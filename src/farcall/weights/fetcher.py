@@ -25,8 +25,6 @@ from farcall.weights.fetching import AGAIN_S, Arriving, Borrowed, Fetch
 from farcall.weights.manifest import Content
 from farcall.weights.memory import BorrowedBlock
 
-__all__ = ["Contents", "Fetcher"]
-
 ROUTES_KEPT = 16
 
 
@@ -181,4 +179,4 @@ class Fetcher:
 
 
 def _lacking(node: Runtime, content: Content) -> NetworkError:
-    return NetworkError(f"{node.info.name} has not got block {content.block_id}, filling {content.fill}")
+    return NetworkError(f"{node.info.name} does not have block {content.block_id}, filling {content.fill}")

@@ -44,8 +44,6 @@ from farcall.weights.questions import borrow, find_route, plain_content, plain_k
 if TYPE_CHECKING:
     from farcall.weights.fetcher import Fetcher
 
-__all__ = ["Arriving", "Borrowed", "Fetch"]
-
 ANSWER_S = 4 * STALL_S
 """How long one question may take: a source answers when it has got the chunk itself."""
 AGAIN_S = 0.25
@@ -126,7 +124,7 @@ class Fetch:
             elif isinstance(effect, Done):
                 self._end(None)
             elif isinstance(effect, Failed):
-                self._end(RpcError(f"nobody is left who has the other {effect.missing_bytes} bytes of this version"))
+                self._end(RpcError(f"no member has the missing {effect.missing_bytes} bytes of this version any more"))
         self._fetcher.wake_at(self.next_deadline())
 
     # --- calls

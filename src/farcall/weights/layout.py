@@ -16,17 +16,6 @@ from farcall.channel.host_memory import address_of
 from farcall.weights.checksums import checksum, copy_with_checksum
 from farcall.weights.manifest import Path
 
-__all__ = [
-    "Leaves",
-    "StoragePlan",
-    "copy_memory",
-    "has_memory",
-    "name_of",
-    "plan_storages",
-    "signature_of",
-    "take_apart",
-]
-
 
 def name_of(path: Path) -> str:
     """What people call the value at ``path``, as torch does: its keys, joined by dots."""
@@ -51,7 +40,9 @@ def take_apart(source: Any) -> Leaves:
     leaves = Leaves({}, {}, {})
     _walk(source.state_dict() if isinstance(source, torch.nn.Module) else source, (), leaves)
     if len(leaves.names) < len(leaves.tensors):
-        raise ValueError("two tensors have the same name: keys with dots in them, and nested ones, must not meet")
+        raise ValueError(
+            "two tensors have the same name, one by nesting and one by a dot in its key: rename one of them"
+        )
     return leaves
 
 
@@ -73,7 +64,7 @@ def _walk(value: Any, path: Path, leaves: Leaves) -> None:
         for index, item in enumerate(value):
             _walk(item, (*path, index), leaves)
     elif not path:
-        raise TypeError(f"a module or a dict of tensors can be published, not a {type(value).__name__}")
+        raise TypeError(f"publish a module or a dict of tensors, not a {type(value).__name__}")
     else:
         leaves.values[path] = value
 

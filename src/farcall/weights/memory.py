@@ -25,8 +25,6 @@ from farcall.channel.segment_map import map_file
 from farcall.channel.segments import SegmentRefused
 from farcall.transport.descriptors import close_in_children
 
-__all__ = ["Block", "BlockStore", "BorrowedBlock", "aligned", "host_bytes"]
-
 _SEAL_SHRINK, _SEAL_GROW, _SEAL_SEAL, _SEAL_FUTURE_WRITE = 0x2, 0x4, 0x1, 0x10
 _ROUNDED_BYTES = 1 << 20
 

@@ -19,8 +19,6 @@ from farcall.weights.memory import Block
 if TYPE_CHECKING:
     from farcall.weights.node import Weights
 
-__all__ = ["Offers"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 OFFER_S = 30.0

@@ -22,8 +22,6 @@ from farcall.weights.manifest import Content
 if TYPE_CHECKING:
     from farcall.weights.fetcher import Fetcher
 
-__all__ = ["PlainContent", "PlainKey", "borrow", "find_route", "plain_content", "plain_key", "read_chunk"]
-
 PlainContent: TypeAlias = tuple[int, int, int, int]
 PlainKey: TypeAlias = tuple[int, int, int]
 

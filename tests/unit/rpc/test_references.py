@@ -263,7 +263,7 @@ def test_a_call_about_to_be_sent_when_its_creation_fails_is_failed_too(
     assert creation is not None
     failed: list[RpcError] = []
     waiting: Any = SimpleNamespace(call_id=0, on_failure=failed.append)
-    creation.attach(waiting)
+    creation.attach(waiting, Frame(REQUEST))
     node.calls.claim(creation.call_id)
     creation.on_failure(RpcTimeout("late"))
     assert failed == []

@@ -20,7 +20,7 @@ from farcall.serialize import (
     current_decoding,
     decline,
     installed_pickler,
-    is_custom,
+    pickler,
     policy,
     read_value,
     register_reducer,
@@ -364,12 +364,11 @@ def test_installed_pickler_is_used_for_calls_and_marked():
         payload, buffers = encode_call(value)
         plain, _ = encode(value)
         received = decode(payload, moved(buffers))
-    assert is_custom(payload)
-    assert not is_custom(plain)
+    assert payload[-1:] == pickler._CUSTOM != plain[-1:]
     assert [buffer.nbytes for buffer in buffers] == [40_000]
     assert received[0] == value[0]
     assert torch.equal(received[1], value[1])
-    assert not is_custom(encode_call(value)[0])
+    assert encode_call(value)[0][-1:] != pickler._CUSTOM
     with pytest.raises(SerializationError):
         decode(payload, moved(buffers))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.kit.transports import TRANSPORT_CHECKS, Check, MakePair, check_backpressure
 
-from farcall.testing.transports import TRANSPORT_CHECKS, Check, MakePair, check_backpressure
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import Buffer, Transport
 from farcall.transport.memory import MemoryTransport, memory_pair
@@ -93,3 +95,21 @@ def test_the_kit_finds_a_fault() -> None:
 
     with pytest.raises(AssertionError, match="without bound"):
         check_backpressure(make_pair)
+
+
+@pytest.mark.parametrize("address", ["unix:", "tcp://127.0.0.1:0"])
+def test_two_threads_may_wait_for_room_at_once(address: str) -> None:
+    """One with a descriptor to send beside one with a large message, where the kernel was full for both."""
+    near, far = dialled_pair(address)
+    try:
+        while near.send((b"x" * 65536,)):
+            pass
+        with ThreadPoolExecutor(2) as pool:
+            waits = [pool.submit(near.wait_writable, PATIENCE_S) for _ in range(2)]
+            time.sleep(0.1)  # so that they wait at the same time; what is right does not depend on it
+            while not all(wait.done() for wait in waits):
+                far.receive_into(memoryview(bytearray(1 << 20)))
+            assert [wait.result(PATIENCE_S) for wait in waits] == [True, True]
+    finally:
+        near.close()
+        far.close()

@@ -10,12 +10,13 @@ import pytest
 
 pytest.importorskip("cryptography", reason="certificates are made with it: pip install 'farcall[tls]'")
 
+from tests.kit.transports import TRANSPORT_CHECKS, Check
+
 from farcall.cli.certificates import make_certificates
 from farcall.options import TlsOptions
 from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import Hello, Refused, Side
 from farcall.protocol.member import Member
-from farcall.testing.transports import TRANSPORT_CHECKS, Check
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import Transport, TransportBroken, TransportForged
 from farcall.transport.memory import MemoryTransport, memory_pair

@@ -17,8 +17,6 @@ from typing import Any
 
 from farcall.launcher.engine import ENV_SPEC, EngineError, ProcessState, WorkerSpec
 
-__all__ = ["BATCH_LABEL", "CONTAINER", "LAUNCH_LABEL", "index_of", "job", "job_set", "secret", "state_of"]
-
 JOB_SET_VERSION = "jobset.x-k8s.io/v1alpha2"
 LAUNCH_LABEL = "farcall-launch"
 """One for all that an engine makes."""
@@ -39,7 +37,7 @@ def secret(batch: str, specs: Sequence[WorkerSpec], owner: Mapping[str, Any]) ->
     """The specs of a batch, which end with ``owner``, its Job or JobSet as the cluster made it."""
     data = {str(index): base64.b64encode(spec.encode()).decode() for index, spec in enumerate(specs)}
     if sum(map(len, data.values())) > MAX_SECRET_BYTES:
-        raise EngineError(f"{len(specs)} workers are more than one Secret holds: launch fewer, then grow")
+        raise EngineError(f"one Secret cannot hold {len(specs)} workers: launch fewer, then call grow")
     return {
         "apiVersion": "v1",
         "kind": "Secret",

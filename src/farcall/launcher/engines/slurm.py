@@ -27,8 +27,6 @@ from farcall.launcher.engines.allocation import Allocation, nodes_of
 from farcall.launcher.engines.spread import Spread
 from farcall.options import ENV_ADVERTISE
 
-__all__ = ["SlurmEngine"]
-
 _OF_THE_JOB = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_DISTRIBUTION", "SLURM_CPUS_PER_TASK")
 """What ``srun`` would take over from the job, and what does not fit a step of one task."""
 _OF_THE_DRIVER = (ENV_ADVERTISE,)
@@ -59,7 +57,9 @@ class SlurmEngine(CommandEngine):
         python: str | None = None,
     ) -> None:
         if shutil.which("srun") is None:
-            raise EngineError('on="slurm" needs srun, which is not here: run this on a node of the Slurm cluster')
+            raise EngineError(
+                'on="slurm" needs srun, which is not installed here: run this on a node of the Slurm cluster'
+            )
         super().__init__()
         self._node_count = nodes
         self._arguments = tuple(args)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-__all__ = ["Spread"]
-
 
 class Spread:
     """The hosts, and who is on them."""

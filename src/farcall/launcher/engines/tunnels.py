@@ -19,8 +19,6 @@ from farcall.launcher.commands import CommandEngine
 from farcall.launcher.engine import ProcessState, WorkerSpec
 from farcall.launcher.output import LastLines
 
-__all__ = ["HERE", "Tunnels"]
-
 HERE = "127.0.0.1"
 """The driver, at both ends of a tunnel."""
 _OPTIONS = {

@@ -22,19 +22,6 @@ from farcall.observe.troubles import ThreadKey, find_troubles
 from farcall.protocol.observing import WorkerState
 from farcall.runtime.membership.events import MEMBER_EVENTS
 
-__all__ = [
-    "channels",
-    "events",
-    "functions",
-    "functions_between",
-    "pairs",
-    "point",
-    "troubles",
-    "waiting",
-    "weights",
-    "workers",
-]
-
 MOST_FUNCTIONS: Final = 100
 MOST_WAITING: Final = 60
 MOST_EVENTS: Final = 200

@@ -60,8 +60,6 @@ from farcall.protocol.membership.messages import (
 from farcall.protocol.membership.news import Shared
 from farcall.protocol.membership.probing import Prober
 
-__all__ = ["GROUP_IS_OVER", "Admissions", "Farewell", "Newcomer", "NewcomerMessage", "end_of", "loser_of"]
-
 MAX_CONTESTS = 256
 RESERVED_ROUNDS = 6  # probe timeouts: so long an offer holds, counted from when it was last asked for
 ACKS_NEEDED = 2

@@ -48,8 +48,6 @@ from farcall.protocol.membership.obituaries import Obituaries
 from farcall.protocol.membership.probing import Outcome, Probe, Prober, Suspicions
 from farcall.protocol.membership.table import Change, Table
 
-__all__ = ["TRANSITIONS", "MembershipMachine", "State"]
-
 
 class State(Enum):
     """What this node is to the cluster."""

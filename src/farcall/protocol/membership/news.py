@@ -29,8 +29,6 @@ from farcall.protocol.membership.events import Effect, MembershipOptions, Random
 from farcall.protocol.membership.messages import MAX_UPDATES, Digest, Entries, Gossip, Message, Ping, Status, Update
 from farcall.protocol.membership.table import Entry, Table
 
-__all__ = ["GossipQueue", "Outbox", "Shared", "Spreading", "Timers", "Turns", "sends_needed"]
-
 GOSSIP_FANOUT = 3
 """How many members are told at once, each gossip interval, while there is news."""
 

@@ -18,8 +18,6 @@ from typing import Final
 from farcall.protocol.membership.messages import Message, Obituary, Resurfaced, Status
 from farcall.protocol.membership.news import Shared
 
-__all__ = ["Obituaries"]
-
 RESURFACED_FANOUT: Final = 8
 
 

@@ -39,8 +39,6 @@ from farcall.protocol.membership.events import LinkSilent
 from farcall.protocol.membership.messages import Ask, Deny, Status, Vouch
 from farcall.protocol.membership.news import Shared, Turns
 
-__all__ = ["Health", "Outcome", "Probe", "Prober", "Suspicions"]
-
 LOWEST_HEALTH = 4
 MAX_LATE_ROUNDS = 2  # who is always late must come to a verdict some day, too
 TRIES_PER_TURN = 8

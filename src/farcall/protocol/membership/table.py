@@ -19,8 +19,6 @@ from typing import Final
 from farcall.protocol.member import Member
 from farcall.protocol.membership.messages import BUCKETS, Status, Update, precedence
 
-__all__ = ["CHANGES", "Change", "Entry", "Table"]
-
 _WORD = (1 << 63) - 1
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from farcall.protocol.weights.messages import Claim, ClaimAnswered, NameClaimed, NameClosed
 
-__all__ = ["Directory"]
-
 
 class Directory:
     """Mutable: of each name, the highest claim and version; what members that live claimed last; what they closed."""

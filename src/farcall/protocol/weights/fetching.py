@@ -25,22 +25,6 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-__all__ = [
-    "CHUNK_BYTES",
-    "STALL_S",
-    "Ask",
-    "AskRoute",
-    "Came",
-    "Chunk",
-    "Done",
-    "Failed",
-    "Fetching",
-    "Refused",
-    "Route",
-    "Routed",
-    "Routes",
-]
-
 CHUNK_BYTES: Final = 1 << 20
 WINDOW: Final = 8
 """So many chunks are asked for at a time: enough for 10 Gbit/s over 6 ms."""

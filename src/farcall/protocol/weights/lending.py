@@ -21,8 +21,6 @@ import msgspec
 
 from farcall.protocol.weights.messages import How
 
-__all__ = ["Freed", "Lend", "Lender", "Stranded"]
-
 
 class Lend(msgspec.Struct, frozen=True):
     """Send this version to this member."""

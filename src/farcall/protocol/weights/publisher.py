@@ -27,8 +27,6 @@ import msgspec
 from farcall.protocol.weights.lending import Freed, Lend, Lender, Stranded
 from farcall.protocol.weights.messages import Claim, How, NameClaimed, NameClosed
 
-__all__ = ["CLAIM_S", "Effect", "Event", "PublisherMachine", "PublisherState"]
-
 CLAIM_S: Final = 2.0
 """How long a publisher waits for members that do not answer."""
 NEVER: Final = float("inf")

@@ -28,8 +28,6 @@ import msgspec
 
 from farcall.protocol.weights.messages import Claim, How, Key, VersionsWanted, VersionTaken
 
-__all__ = ["Effect", "Event", "SubscriberMachine", "SubscriberState"]
-
 Block: TypeAlias = tuple[int, int]
 """The owner's incarnation, and its number for the block."""
 

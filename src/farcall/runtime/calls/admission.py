@@ -35,8 +35,6 @@ from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER, Callback, Timer
 from farcall.runtime.link.send_queue import bounded
 
-__all__ = ["LOOK_S", "Admission", "Fullness"]
-
 LOOK_S = 0.002
 
 

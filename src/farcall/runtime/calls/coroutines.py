@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-__all__ = ["CoroutineRunner"]
-
 
 class CoroutineRunner:
     """One event loop, on a thread of its own."""

@@ -7,8 +7,6 @@ from farcall.protocol.notes import Notes, ProfileWanted, encode_notes
 from farcall.protocol.references.messages import Fork
 from farcall.runtime.calls.scope import Inherited
 
-__all__ = ["write_notes"]
-
 
 def write_notes(
     frame: Frame,

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["FIRST_PEACE_S", "Parallelism"]
-
 PARALLEL_SHARE = 0.75
 IDLE_SHARE = 0.5
 """Workers that use less than this share of one processor, all together, sleep."""

@@ -157,6 +157,7 @@ class CallTable:
         *,
         on_given_up: Callable[[], None] = lambda: None,
         default_timeout_s: float | None = None,
+        log: event_log.EventLog | None = None,
     ) -> None:
         """``on_given_up``, from any thread: a call has ended without an answer, perhaps the last one under way.
 
@@ -173,7 +174,7 @@ class CallTable:
         self._pending: dict[int, PendingCall] = {}
         self._next_id = itertools.count(1).__next__
         self.last_id: int = 0
-        self.event_log: event_log.EventLog = event_log.EventLog()
+        self._log = event_log.EventLog() if log is None else log
         self.questions: Questions | None = None
         """Explains timeouts; given once, while the node starts."""
 
@@ -368,7 +369,7 @@ class CallTable:
                         raise RpcTimeout(
                             f"RPC ran for more than set timeout ({int(call.timeout_s * 1000)} ms): "
                             f"{name_of(call.what)}() was not sent to {call.peer.info.name}, which is overloaded: "
-                            f"{full.queued} calls waited there for a thread when it said so, and its "
+                            f"{full.queued} calls were waiting there for a thread, and its "
                             f"max_queued_calls is {full.limit}",
                             Delivery.NOT_SENT,
                         )
@@ -390,7 +391,7 @@ class CallTable:
     def timed_out(self, call: PendingCall) -> RpcTimeout:
         """The error for a call whose deadline has passed."""
         call.counters[TIMED_OUT] += 1
-        self.event_log.note(event_log.TIMED_OUT, call.peer.info.name, name_of(call.what), f"after {call.timeout_s:g} s")
+        self._log.note(event_log.TIMED_OUT, call.peer.info.name, name_of(call.what), f"after {call.timeout_s:g} s")
         return RpcTimeout(
             f"RPC ran for more than set timeout ({int(call.timeout_s * 1000)} ms): "
             f"{call.peer.info.name} has not answered {name_of(call.what)}()"

@@ -16,17 +16,6 @@ from typing import Any
 
 from farcall.protocol.frames import Frame
 
-__all__ = [
-    "ASYNC_MARK",
-    "COMPLETING",
-    "LATER",
-    "Later",
-    "MarkedResult",
-    "StoredFailure",
-    "answers_later",
-    "is_async_execution",
-]
-
 ASYNC_MARK = "_wrapped_async_rpc_function"
 """The attribute by which `async_execution` marks a function."""
 COMPLETING = "completing_thread"

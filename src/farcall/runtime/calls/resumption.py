@@ -14,8 +14,6 @@ from farcall.serialize import RECORDING
 if TYPE_CHECKING:
     from farcall.runtime.calls.serving import Request
 
-__all__ = ["Resumption"]
-
 
 class Resumption:
     """A request that can be answered now; a task of the executor."""

@@ -24,8 +24,6 @@ from time import perf_counter
 
 from farcall.runtime.calls.executor import BRIEF_S
 
-__all__ = ["QUICK_S", "InlineFunctions"]
-
 QUICK_S = 150e-6
 _STILL_QUICK_S = 2 * QUICK_S
 """One that was quick stays so up to here: a cold cache must not move it to a thread where caches are colder."""

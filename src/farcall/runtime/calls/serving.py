@@ -113,6 +113,7 @@ class Server:
         executor: Executor,
         on_thread_start: Callable[[], None] = lambda: None,
         *,
+        log: event_log.EventLog,
         nested: CallTable | None = None,
     ) -> None:
         """``nested``: the calls that functions make, which end with them. None: what has begun is not cancelled."""
@@ -121,7 +122,7 @@ class Server:
         self._executor = executor
         self.inline: InlineFunctions = InlineFunctions()
         self.unanswered: dict[tuple[int, int], Request] = {}
-        self.event_log: event_log.EventLog = event_log.EventLog()
+        self.event_log: event_log.EventLog = log
         self.on_failure: Callable[[BaseException], None] | None = None
         """Told, where it was raised, of every error that goes to a caller. Set by the layer above."""
         self._queue = executor.tasks

@@ -29,8 +29,6 @@ from typing import Any
 from farcall.runtime.calls.executor import UNKNOWN_S, Task
 from farcall.runtime.io.sigint import Gate
 
-__all__ = ["Turns"]
-
 
 class _Place:
     """In the queue: of a coroutine or an iterator."""

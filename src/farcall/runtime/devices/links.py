@@ -54,8 +54,6 @@ from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.serialize.allowance import loads
 from farcall.serialize.devices import Form
 
-__all__ = ["DeviceLink", "LinksNode", "LocalDeviceLink"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 SMALL_BYTES = 64 * 1024

@@ -14,8 +14,6 @@ import torch
 from farcall.errors import BadDeviceMap
 from farcall.options import RpcBackendOptions
 
-__all__ = ["DeviceWishes", "check_device_maps", "reversed_map", "wishes_of"]
-
 
 class DeviceWishes(msgspec.Struct, frozen=True):
     """What one member says about devices."""

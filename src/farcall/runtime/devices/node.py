@@ -20,8 +20,6 @@ from farcall.runtime.devices.streams import CallStreams, StreamPool
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.serialize import map_cpu_tensors
 
-__all__ = ["DEVICE_BUSY_WAIT_S", "NodeDevices"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 DEVICE_BUSY_WAIT_S = 500e-6

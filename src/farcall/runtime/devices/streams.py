@@ -30,8 +30,6 @@ import torch
 
 from farcall.channel.device_api import StreamId, current_stream, current_stream_id
 
-__all__ = ["CallStreams", "Stamp", "StreamCoroutine", "StreamPool", "StreamTask", "stamp"]
-
 MOST_STREAMS = 32
 """torch has no more streams of a device."""
 
@@ -128,7 +126,7 @@ class StreamPool:
             call_streams = self.take()
         except Exception:
             # Whoever waits for the call must hear of it: that says what uses the device, in the call itself.
-            logger.exception("no streams can be had")
+            logger.exception("cannot get CUDA streams")
             return function()
         before, self._taken.call_streams = self._taken.call_streams, call_streams
         try:

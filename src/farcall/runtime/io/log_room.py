@@ -12,8 +12,6 @@ from collections.abc import Iterator
 
 from farcall.runtime.io.reader import reading
 
-__all__ = ["LogRoom"]
-
 _HAS_POLL = hasattr(select, "poll")
 
 

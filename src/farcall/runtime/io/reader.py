@@ -25,8 +25,6 @@ import threading
 from time import monotonic
 from typing import Protocol
 
-__all__ = ["LOOK_S", "Standby", "Watch", "claim", "reading", "stop_reading"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 LOOK_S = 0.005
@@ -195,7 +193,7 @@ class Standby:
         try:
             reader.pass_on()
         except Exception:
-            logger.exception("the role of a reader could not be passed on; please report this")
+            logger.exception("cannot pass on the role of the reader; please report this")
 
     def stop(self) -> None:
         """End the thread."""

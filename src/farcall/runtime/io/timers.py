@@ -23,8 +23,6 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
 
-__all__ = ["NEVER", "Callback", "Timer", "Timers"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 NEVER = float("inf")

@@ -49,8 +49,6 @@ from farcall.runtime.peers.peer import RemotePeer
 from farcall.secret import Secret
 from farcall.transport.interface import Transport
 
-__all__ = ["Connector", "Owner", "Watch"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 MAX_WAITING_NEWS = 8

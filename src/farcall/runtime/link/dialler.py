@@ -52,8 +52,6 @@ from farcall.transport.sealed import SealedTransport
 from farcall.transport.tcp import leads_to
 from farcall.transport.tls import Tls, TlsFailed
 
-__all__ = ["WITHIN_THE_HOST", "Dialler", "Found", "Target", "check_name", "prove", "sealed", "tls_for", "usable_ways"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 BOUNDS_S = {Goal.START: (NEVER, 10.0), Goal.JOIN: (1.0, 3.0)}

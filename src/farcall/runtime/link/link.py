@@ -30,8 +30,6 @@ from farcall.runtime.link.receive import Incoming
 from farcall.runtime.link.send import Outgoing
 from farcall.transport.interface import Absent, Transport
 
-__all__ = ["Link"]
-
 
 class Link:
     """The way to one peer."""

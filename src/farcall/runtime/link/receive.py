@@ -35,8 +35,6 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.send import Outgoing
 from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportClosed, TransportError
 
-__all__ = ["Awaited", "Incoming"]
-
 READ_BYTES = 1 << 20
 """What the I/O thread reads at most before it looks at other links and timers."""
 REST_BYTES = 16 << 20

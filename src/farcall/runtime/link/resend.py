@@ -23,8 +23,6 @@ from farcall.protocol.frames import FAILURE, LETTER, REQUEST, RESPONSE, Frame, P
 from farcall.protocol.session import Kept, Unkept, remains_of
 from farcall.serialize import encode_failure
 
-__all__ = ["NOBODYS", "LostOffer", "instead_of", "nothing_instead"]
-
 
 class LostOffer:
     """A frame with which a descriptor went."""

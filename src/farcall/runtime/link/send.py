@@ -178,8 +178,7 @@ class Outgoing:
     def _check_time(self, deadline: float) -> None:
         if monotonic() >= deadline:
             raise RpcTimeout(
-                f"{self._name} did not take the bytes queued before this message in time: it is stopped, or too busy "
-                "to read",
+                f"{self._name} did not read the bytes queued before this message in time: it is stopped, or too busy",
                 Delivery.NOT_SENT,
             )
 
@@ -208,8 +207,8 @@ class Outgoing:
             if not in_time:
                 self._return_chunk(message)
                 raise RpcTimeout(
-                    f"{self._name} did not take a message of {message.size_bytes} bytes in time: it is stopped, or too "
-                    "busy to read"
+                    f"{self._name} did not read a message of {message.size_bytes} bytes in time: it is stopped, or "
+                    "too busy"
                 )
             self._chunk_size.took(message.cut_bytes - before, monotonic() - began)
             if message.cut_bytes == message.size_bytes:
@@ -274,9 +273,7 @@ class Outgoing:
                 if monotonic() >= deadline:
                     break
                 self._wait_writable(WAIT_SLICE_S)
-            raise RpcTimeout(
-                f"{self._name} took no bytes in time: it is stopped, or too busy to read", Delivery.NOT_SENT
-            )
+            raise RpcTimeout(f"{self._name} read no bytes in time: it is stopped, or too busy", Delivery.NOT_SENT)
         except TransportError as error:
             self._on_error(error, self._transport)
         except _Interrupted:

@@ -38,8 +38,6 @@ from farcall.runtime.rendezvous.dynamic import DynamicRendezvous
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-__all__ = ["MEMBER_EVENTS", "MemberChanges", "MemberEvent", "MemberEvents"]
-
 ENDS_S = 2.0
 RECENTLY_S = 10.0
 MEMBER_EVENTS = ("joined", "left", "unresponsive", "recovered", "dead", "rejoined")
@@ -114,7 +112,7 @@ class MemberEvents:
                 try:
                     callback(event)
                 except Exception:
-                    logger.exception("a callback failed to hear that %s %s", event.worker.name, event.kind)
+                    logger.exception("a callback failed when %s %s", event.worker.name, event.kind)
 
     def drop(self) -> None:
         """The node ended first."""

@@ -30,8 +30,6 @@ from farcall.runtime.link.link import Link
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-__all__ = ["FailureDetector", "Reach", "chosen"]
-
 
 def chosen(options: RpcBackendOptions) -> MembershipOptions:
     """What the user chose about failure detection."""

@@ -2,7 +2,8 @@
 
     runtime.py        names the parts of a member, and wires them
     start.py          brings them up: meets the others, connects, serves
-    ending.py         takes them down: shutdown, expulsion and the way back, exit, fork
+    ending.py         takes them down: shutdown, expulsion, exit, fork
+    rejoin.py         the way back after an expulsion
     hooks.py          the functions that the layers above have it call
     lifecycle.py      new, starting, running ...: the states, and the one way to change them
     current.py        the runtimes of this process, and which of them a thread works for

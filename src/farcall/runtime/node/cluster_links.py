@@ -30,8 +30,6 @@ from farcall.runtime.rendezvous.agreement import Membership
 from farcall.runtime.rendezvous.dynamic import DynamicRendezvous
 from farcall.transport.interface import Transport
 
-__all__ = ["ClusterLinks"]
-
 RELEASE_DELAY_S = 0.01
 """How long a release waits for a message to the peer that takes it along."""
 

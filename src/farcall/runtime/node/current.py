@@ -17,8 +17,6 @@ from farcall.errors import NotInitialized
 if TYPE_CHECKING:
     from farcall.runtime.node.runtime import Runtime
 
-__all__ = ["STARTED", "current_runtime", "runtime_of", "runtime_of_thread", "slot", "work_for"]
-
 
 class Slot:
     """The runtime that `init_rpc` made, if any."""

@@ -1,7 +1,7 @@
 """The end of a node: by `shutdown`, by a verdict of the others, with its process, or in a forked child.
 
-Owns the order in which the parts of a runtime stop, and the way back of an expelled node. `lifecycle.py` decides which
-thread ends the node: the one that moves it out of its last state.
+Owns the order in which the parts of a runtime stop, and whether an expelled node may come back (`rejoin.py`).
+`lifecycle.py` decides which thread ends the node: the one that moves it out of its last state.
 
     a node ends because          on the thread of                then
     `shutdown` is called         the program                     all agree first, if it is graceful
@@ -32,8 +32,6 @@ from farcall.runtime.rendezvous.store import MeetingPlace
 
 if TYPE_CHECKING:
     from farcall.runtime.node.runtime import Runtime
-
-__all__ = ["ComeBack", "Ending"]
 
 logger: logging.Logger = logging.getLogger("farcall")
 

@@ -16,8 +16,6 @@ from farcall.protocol.frames import Frame
 from farcall.protocol.notes import Notes
 from farcall.runtime.peers.peer import Peer, RemotePeer
 
-__all__ = ["Hooks"]
-
 
 class Hooks(msgspec.Struct):
     """The hooks of one runtime. Lists grow by ``append``; entries are called in the order of their arrival."""

@@ -19,8 +19,6 @@ from typing import Final, Literal
 
 from farcall.errors import NotInitialized, RpcError
 
-__all__ = ["TRANSITIONS", "Event", "Lifecycle", "State"]
-
 State = Literal["new", "starting", "running", "leaving", "expelled", "ended", "forked"]
 Event = Literal["start", "connected", "leave", "expel", "end", "end expelled", "fork"]
 

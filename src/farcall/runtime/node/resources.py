@@ -16,8 +16,6 @@ from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.listener import PeerListener
 from farcall.runtime.rendezvous.addresses import advertised_address, listening_addresses
 
-__all__ = ["Resources"]
-
 RECEIVE_POOL_BYTES = 1 << 30
 
 

@@ -51,8 +51,6 @@ from farcall.runtime.rendezvous.store import MeetingPlace
 if TYPE_CHECKING:
     from farcall.runtime.devices.node import NodeDevices
 
-__all__ = ["MakeCalls", "Runtime"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 P = TypeVar("P")
@@ -119,13 +117,17 @@ class Runtime:
             options.limits.when_overloaded,
             on_given_up=self.something_ended,
             default_timeout_s=self.timeout_s if options.inherit else None,
+            log=self.event_log,
         )
         self.server: Server = Server(
-            self.info, self.executor, self._own_thread, nested=self.calls if options.inherit else None
+            self.info,
+            self.executor,
+            self._own_thread,
+            log=self.event_log,
+            nested=self.calls if options.inherit else None,
         )
         self.hooks.peer_gone.append(self.server.cancel_all)
         self.hooks.ended.append(self.server.cancel_all)
-        self.server.event_log = self.calls.event_log = self.event_log
         self.member_events: MemberEvents = MemberEvents(self.executor)
         self.leaving: Leaving | Withdrawing = self._way_out()
         self.member_changes: MemberChanges = MemberChanges(

@@ -28,8 +28,6 @@ from farcall.runtime.rendezvous.static import join
 from farcall.runtime.rendezvous.store import find_meeting_place
 from farcall.serialize.allowance import INSTALLED
 
-__all__ = ["start_runtime"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 

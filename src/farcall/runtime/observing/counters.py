@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from typing import Final, TypeAlias
 
-__all__ = ["BOUNDS_S", "FAILED", "LOST", "OTHERS", "TIMED_OUT", "Counters", "FunctionCounters", "counters_of"]
-
 _PER_OCTAVE: Final = 4
 _SHORTEST_S: Final = 1e-6
 _OCTAVES: Final = 30

@@ -12,8 +12,6 @@ import time
 from collections import Counter, deque
 from typing import Final, NamedTuple
 
-__all__ = ["FAILED", "INTERRUPTED", "MOST_EVENTS", "RECONNECTED", "TIMED_OUT", "EventLog", "LoggedEvent"]
-
 # Beside these: the kinds of `membership.events.MemberEvent`: "joined", "left", "unresponsive", "recovered" and "dead".
 FAILED: Final = "failed"
 """A function raised that this node ran for ``worker``."""

@@ -20,8 +20,6 @@ from farcall.runtime.io.loop import READ, WRITE, Loop
 from farcall.runtime.io.timers import NEVER
 from farcall.transport.interface import Transport, TransportError
 
-__all__ = ["ObserverConnection", "ObserverConnections", "Questions"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 MOST_UNSENT_BYTES = 256 << 20

@@ -16,8 +16,6 @@ import torch
 
 from farcall.protocol.notes import ProfileWanted
 
-__all__ = ["PROFILING", "CallProfile", "Profiler", "RunProfile", "is_profiled"]
-
 _autograd: Any = torch.autograd
 is_profiled: Final[Callable[[], bool]] = _autograd._profiler_enabled
 """Is the calling thread inside a profiler of torch's?"""

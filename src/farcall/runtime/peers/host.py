@@ -13,8 +13,6 @@ from farcall.runtime.io.loop import Loop
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.transport.interface import Transport
 
-__all__ = ["Host", "Resources", "Watcher"]
-
 
 class Resources(Protocol):
     """The memory and the I/O thread of a node."""

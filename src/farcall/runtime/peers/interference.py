@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from farcall.runtime.peers.peer import Peer
     from farcall.transport.interface import Transport
 
-__all__ = ["Interference", "find_interference", "interfering"]
-
 
 class Interference(Protocol):
     """A wrapper of transports and deliveries; `farcall.testing.faults.Faults` is one."""

@@ -18,8 +18,6 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.receive import Awaited
 from farcall.runtime.peers.peer import Peer
 
-__all__ = ["LoopbackPeer"]
-
 
 class LoopbackPeer(Peer):
     """This node, as the target of its own calls."""

@@ -35,8 +35,6 @@ from farcall.runtime.link.resend import LostOffer
 if TYPE_CHECKING:
     from farcall.runtime.peers.peer import RemotePeer
 
-__all__ = ["SHARED_BYTES", "SharedMemorySender", "retire_from"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 SHARED_BYTES = LARGE_BYTES

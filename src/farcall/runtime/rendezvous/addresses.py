@@ -21,15 +21,6 @@ from farcall.transport.unix import unix_sockets_work
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-__all__ = [
-    "AdvertisedHost",
-    "advertised_address",
-    "choose_host",
-    "is_local",
-    "is_loopback",
-    "listening_addresses",
-]
-
 _ANY_PORT = 9
 # Documentation networks: routed like any far host, and nobody is there.
 _FAR_HOSTS = ("192.0.2.1", "2001:db8::1")

@@ -16,18 +16,6 @@ from farcall.runtime.devices.maps import DeviceWishes, check_device_maps
 from farcall.runtime.rendezvous.store import KeyStore
 from farcall.secret import Secret
 
-__all__ = [
-    "Abandoned",
-    "Formed",
-    "Membership",
-    "Slot",
-    "as_text",
-    "check_agreement",
-    "read_outcome",
-    "read_slot",
-    "read_table",
-]
-
 
 @dataclass
 class Membership:

@@ -31,8 +31,6 @@ from farcall.runtime.rendezvous.store import MeetingPlace, StoreLost, is_served
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-__all__ = ["Contacts", "Group", "Upkeep", "members_key"]
-
 MAX_CONTACTS = 16
 COLLECT_S = 0.2
 """Changes come in bunches."""
@@ -141,8 +139,8 @@ class Upkeep:
                 self._again = False
             try:
                 if not is_served(self._place):
-                    raise StoreLost(f"nobody serves {self._place.name} any more")
+                    raise StoreLost(f"{self._place.name} is no longer served")
                 self._contacts.refresh(self._peers.watch.members(), self._peers.is_over)
             except Exception as error:
-                logger.info("the list of contacts is not kept up any more: %s", error)
+                logger.info("no longer updating the list of contacts: %s", error)
                 self._stopped.set()

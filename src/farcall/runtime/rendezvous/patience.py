@@ -26,7 +26,7 @@ class Patience:
         if self._speak_at is None or time.monotonic() < self._speak_at:
             return
         self._speak_at = None
-        named = ", ".join(f"rank {rank}" for rank in absent()) or "others to confirm"
+        named = ", ".join(f"rank {rank}" for rank in absent()) or "others"
         left_s = self._deadline - time.monotonic()
         logger.warning(
             "rank %d of %d waits at %s for %s, %.0f s more. Are all workers started? On one machine, "

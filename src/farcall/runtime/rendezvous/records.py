@@ -27,10 +27,8 @@ from farcall.options import ENV_SECRET, ENV_SECRET_FILE, RpcBackendOptions
 from farcall.private_files import private_bytes, runtime_directory
 from farcall.protocol.hello import hkdf_expand, hkdf_extract
 from farcall.protocol.member import Member
-from farcall.runtime.rendezvous.store import KeyStore
+from farcall.runtime.rendezvous.store import STORE_ERRORS, KeyStore
 from farcall.secret import Secret
-
-__all__ = ["ADD_A_SECRET", "Proofs", "Records", "secret_of"]
 
 ADD_A_SECRET = (
     f"add one line to what starts each process: export {ENV_SECRET}=..., everywhere the same, made once with "
@@ -52,7 +50,7 @@ def secret_of(options: RpcBackendOptions) -> Secret:
         key = private_bytes(directory, _KEY_FILE, _KEY_BYTES)
     except OSError as error:
         raise InitError(
-            f"no secret was given, and no key can be kept that only this user reads: {error}; {ADD_A_SECRET}"
+            f"no secret was given, and farcall cannot keep a key for this user: {error}; {ADD_A_SECRET}"
         ) from error
     return Secret(hkdf_expand(hkdf_extract(b"farcall user", key), b"secret"))
 
@@ -71,6 +69,7 @@ class Proofs:
         self._secret = secret
         self._is_given = is_given
         self._place = place
+        self._keys: dict[bytes, bytes] = {}  # made from each secret, of which there are two at most at a time
 
     def seal(self, key: str, text: str) -> str:
         """``text`` as it goes into the store under ``key``."""
@@ -91,11 +90,13 @@ class Proofs:
         return text
 
     def _of(self, key: str, text: str, secret: bytes) -> str:
-        proving = hkdf_expand(hkdf_extract(b"farcall store", secret), b"record")
+        proving = self._keys.get(secret)
+        if proving is None:
+            proving = self._keys[secret] = hkdf_expand(hkdf_extract(b"farcall store", secret), b"record")
         return hmac.digest(proving, f"{key}\n{text}".encode("utf-8", "replace"), "sha256").hex()
 
     def _unproved(self, key: str, text: bytes) -> WrongSecret:
-        who, theirs = f"whoever wrote the record {key!r}", "another secret"
+        who, theirs = f"the writer of the record {key!r}", "another secret"
         try:
             claim = msgspec.json.decode(text, type=_Claim)
             who = f"rank {claim.member.rank}, which calls itself {claim.member.name!r},"
@@ -118,18 +119,52 @@ class Records:
 
     def read(self, key: str) -> bytes | None:
         """The record under ``key``; None: there is none. Never waits for one, as ``get`` would."""
-        return self._proofs.open(key, self.store.get(key)) if self.store.check([key]) else None
+        if not self.store.check([key]):
+            return None
+        try:
+            data = self.store.get(key)
+        except STORE_ERRORS:
+            if self.store.check([key]):
+                raise
+            return None  # it was deleted between the two questions
+        return self._proofs.open(key, data)
 
     def read_all(self, keys: Sequence[str]) -> list[bytes] | None:
         """The records under ``keys``, if all of them are there."""
         wanted = list(keys)
         if not self.store.check(wanted):
             return None
-        if self.store.has_extended_api():
-            found = self.store.multi_get(wanted)
-        else:
-            found = [self.store.get(key) for key in wanted]
-        return [self._proofs.open(key, data) for key, data in zip(wanted, found, strict=True)]
+        return [self._proofs.open(key, data) for key, data in zip(wanted, self._get_all(wanted), strict=True)]
+
+    def there(self, keys: list[str]) -> list[str]:
+        """Those of ``keys`` under which there is something. One question where all are there, few where most are."""
+        if self.store.check(keys):
+            return keys
+        half = len(keys) // 2
+        return [*self.there(keys[:half]), *self.there(keys[half:])] if half else []
+
+    def look(self, keys: list[str]) -> dict[str, bytes | WrongSecret]:
+        """Those of the records under ``keys`` that are there, or why one is not believed."""
+        wanted = self.there(keys)
+        try:
+            found = self._get_all(wanted)
+        except STORE_ERRORS:
+            remaining = self.there(keys)
+            if remaining == wanted:
+                raise
+            return self.look(remaining) if remaining else {}  # one was deleted between the two questions
+        records: dict[str, bytes | WrongSecret] = {}
+        for key, data in zip(wanted, found, strict=True):
+            try:
+                records[key] = self._proofs.open(key, data)
+            except WrongSecret as error:
+                records[key] = error
+        return records
+
+    def _get_all(self, keys: list[str]) -> list[bytes]:
+        if keys and self.store.has_extended_api():
+            return self.store.multi_get(keys)
+        return [self.store.get(key) for key in keys]
 
     def write(self, key: str, text: str) -> None:
         """Put a record under ``key``, whatever is there."""

@@ -9,11 +9,15 @@ Members meet in a *generation*, a numbered attempt with its own keys, so nothing
     <g>/seen/<digest>/<rank> that rank has confirmed exactly that table
     <g>/outcome              set once: formed, with the table; or abandoned, with who gave up, missing whom
     <g>/left                 how many have read the outcome; rank 0 stays until all have, then clears up
+    <g>/successors           how many have come for members that died; absent: the slots need not be looked at
 
 All but the counters (beat, left) are proved with the secret (`records.py`). Who does not share rank 0's finds that out
 from rank 0's record, says so and gives up, and all others find it out from that. When all have met, nobody needs the
 store any more, and rank 0 closes the one that it opened: before it listens, so whoever is connected to rank 0, as all
 are before ``init_rpc`` returns, finds the port free for a process group.
+
+What all ask the store together does not grow with the square of the group. Rank 0 alone looks at all slots; the others
+look at keys that are the same for all, and beyond ``_CROWD`` members the more seldom, the more they are.
 
 A table forms only when each process in it has confirmed that very table, so a dead process's record cannot
 take part. Whoever gives up abandons the generation; the others go on in the next until their own time is up.
@@ -60,12 +64,11 @@ from farcall.runtime.rendezvous.store import STORE_ERRORS, KeyStore, MeetingPlac
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-__all__ = ["StaticRendezvous", "join"]
-
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _BEAT_S = 0.3
+_CROWD = 64  # more members than these look at the store more seldom: as often as these would, all together
 _LOOKED_AT = 16  # generations, the last ones; those who gave up are among them
-_DEAD_S = 2.5  # a holder whose beat stands still for so long is gone
+_DEAD_S, _DEAD_BEATS = 2.5, 4  # a holder whose beat stands still for so long, and for so many beats, is gone
 _LOOK_S, _LOOK_PART = 5.0, 0.2  # how long members of a group that may be over are looked for, of the time there is
 _FAREWELL_S = 5.0  # how long rank 0 stays for those who have not read the outcome
 
@@ -106,8 +109,9 @@ class StaticRendezvous:
         self._records: Records | None = None
         self._heard_first = place.rank == 0
         self._base = f"farcall/{place.attempt}"
+        self._beat_s = _beat_s(place.world_size)
         self._generation = 0
-        self._table, self._next_beat = b"", 0.0
+        self._table, self._digest, self._next_beat = b"", "", 0.0
         self._names: dict[int, str] = {}
         self._gave_up: dict[int, str] = {}
         self._missing_elsewhere: set[int] = set()
@@ -201,12 +205,11 @@ class StaticRendezvous:
             slots = () if table is None else read_table(table)
             if len(slots) != self.place.world_size or slots[0].cluster_id == self._over:
                 return None
-            known: tuple[Member, ...] = ()
-            for slot in slots:
-                rank = slot.member.rank
-                later = self._open.read(f"{key}/slot/{rank}") if rank != self._me.rank else None
-                known += (slot.member,) * (rank != self._me.rank)
-                known += () if later is None else (read_slot(later).member,)
+            others = [slot.member for slot in slots if slot.member.rank != self._me.rank]
+            known: tuple[Member, ...] = tuple(others)
+            if self._open.store.check([f"{key}/successors"]):
+                later = (self._open.read(f"{key}/slot/{member.rank}") for member in others)
+                known += tuple(read_slot(data).member for data in later if data is not None)
             cluster_id = slots[0].cluster_id
             meeting = Meeting(self.place, None, None, cluster_id, self._secret, known, len(slots))
             now = time.monotonic()
@@ -215,6 +218,7 @@ class StaticRendezvous:
                 return None
             check_agreement([self._slot if slot.member.rank == self._me.rank else slot for slot in slots])
             self._open.write(f"{key}/slot/{self._me.rank}", self._slot_text)
+            self._open.store.add(f"{key}/successors", 1)
             return meeting
         return None
 
@@ -234,7 +238,7 @@ class StaticRendezvous:
             return
         beat = self._open.store.add(beat_key, 0)
         silent_since = time.monotonic()
-        pauses = _pauses()
+        pauses = self._pauses()
         while holder != mine:
             outcome = self._outcome()
             if isinstance(outcome, Abandoned):
@@ -244,10 +248,11 @@ class StaticRendezvous:
             if isinstance(outcome, Formed) or self._open.store.add(beat_key, 0) != beat:
                 other = read_slot(holder).member
                 raise BadRank(
-                    f"rank {self._me.rank} is taken: another process, {other.name!r}, has it, so this one "
-                    f"({self._me.name!r}) cannot; give every process a rank of its own"
+                    f"rank {self._me.rank} is taken by another process, {other.name!r}, so {self._me.name!r} cannot "
+                    "have it: give every process a rank of its own"
                 )
-            if time.monotonic() - silent_since > _DEAD_S:
+            dead_s = max(_DEAD_S, _DEAD_BEATS * _beat_s(read_slot(holder).world_size))
+            if time.monotonic() - silent_since > dead_s:
                 logger.info("rank %d: taking the place of a process that is gone", self._me.rank)
                 holder = self._open.replace(key, holder.decode(), self._slot_text)
                 silent_since = time.monotonic()
@@ -260,16 +265,17 @@ class StaticRendezvous:
             holder = self._open.replace(key, "", self._slot_text)
 
     def _wait_for_outcome(self) -> Formed | Abandoned:
-        pauses = _pauses()
+        pauses = self._pauses()
         while True:
             outcome = self._outcome()
             if outcome is not None:
                 return outcome
-            self._beat()
-            if self._me.rank == 0:
-                self._propose()
-            if self._confirm():
-                pauses = _pauses()
+            # A table that was put up changes only if a slot changes hands: it is not read, nor made, at every look.
+            if self._beat() or not self._table:
+                if self._me.rank == 0:
+                    self._propose()
+                if self._confirm():
+                    pauses = self._pauses()
             if self._me.rank == 0 and self._close_if_confirmed():
                 continue
             self._check_cancelled()
@@ -284,12 +290,13 @@ class StaticRendezvous:
         data = self._open.read(self._key("outcome"))
         return None if data is None else read_outcome(data)
 
-    def _beat(self) -> None:
+    def _beat(self) -> bool:
+        """Show that we are there, and see whether our place is ours, if it is time for that."""
         if time.monotonic() < self._next_beat:
-            return
-        self._patience.look(self._absent)
+            return False
+        self._patience.look(self._awaited)
         Contacts(self._open, self.place.attempt).check_nobody(self._me.name, self.place.world_size)
-        self._next_beat = time.monotonic() + _BEAT_S
+        self._next_beat = time.monotonic() + self._beat_s
         self._open.store.add(self._key(f"beat/{self._me.rank}"), 1)
         if not self._heard_first:
             self._heard_first = self._open.read(self._key("slot/0")) is not None
@@ -298,11 +305,14 @@ class StaticRendezvous:
             raise StoreLost("our record vanished from it")
         if holder != self._slot_text.encode():
             other = read_slot(holder).member.name
-            raise BadRank(f"rank {self._me.rank} was taken over by another process, {other!r}, as this one stood still")
+            raise BadRank(
+                f"rank {self._me.rank} was taken over by another process, {other!r} while this one was stopped"
+            )
+        return True
 
     def _propose(self) -> None:
         """Rank 0: put up the table once all slots are filled, and again whenever one changed hands."""
-        found = self._open.read_all([self._key(f"slot/{rank}") for rank in range(self.place.world_size)])
+        found = self._open.read_all(self._slot_keys())
         if found is None:
             return
         table = as_text([read_slot(data) for data in found])
@@ -314,8 +324,8 @@ class StaticRendezvous:
         table = self._open.read(self._key("table"))
         if table is None or table == self._table or self._slot not in read_table(table):
             return False
-        self._table = table
-        self._open.write(self._seen_keys()[self._me.rank], "1")
+        self._table, self._digest = table, hashlib.sha256(table).hexdigest()[:32]
+        self._open.write(self._seen_key(self._me.rank), "1")
         return True
 
     def _close_if_confirmed(self) -> bool:
@@ -326,8 +336,14 @@ class StaticRendezvous:
         return True
 
     def _seen_keys(self) -> list[str]:
-        digest = hashlib.sha256(self._table).hexdigest()[:32]
-        return [self._key(f"seen/{digest}/{rank}") for rank in range(len(read_table(self._table)))]
+        """Rank 0: those of its table."""
+        return [self._seen_key(rank) for rank in range(self.place.world_size)]
+
+    def _seen_key(self, rank: int) -> str:
+        return self._key(f"seen/{self._digest}/{rank}")
+
+    def _slot_keys(self) -> list[str]:
+        return [self._key(f"slot/{rank}") for rank in range(self.place.world_size)]
 
     def _abandon(self) -> Formed | Abandoned:
         """Close the generation without a table, unless it has just formed."""
@@ -346,8 +362,7 @@ class StaticRendezvous:
             if self._me.rank == 0:
                 # Rank 0 may take the store along: the others should first learn who was missing, or has another secret.
                 # Whoever has learned it deletes its record.
-                others = self.place.world_size - 1
-                self._stay_until(lambda: len(self._absent()) >= others)
+                self._stay_until(lambda: len(self._open.there(self._slot_keys())) <= 1)
             self._delete_own()
 
     def _conclude(self, formed: Formed) -> Membership:
@@ -375,7 +390,7 @@ class StaticRendezvous:
 
     def _stay_until(self, all_know: Callable[[], bool]) -> bool:
         """Rank 0, which may host the store: stay until the others have read the outcome, if they do."""
-        pauses = _pauses()
+        pauses = self._pauses()
         until = min(time.monotonic() + _FAREWELL_S, self._deadline + 1.0)
         while not all_know():
             if time.monotonic() >= until or self.cancelled.is_set():
@@ -394,40 +409,46 @@ class StaticRendezvous:
             self._open.store.delete_key(key)
         self._open.write(self._key("outcome"), as_text(Formed(())))
 
+    def _pauses(self) -> Backoff:
+        """Short pauses for members that start together, long ones for members that wait: little load on the store."""
+        crowd = 1.0 if self._me.rank == 0 else max(1.0, self.place.world_size / _CROWD)
+        return Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S * crowd, factor=1.5)
+
     # Failing in words.
 
     def _check_cancelled(self) -> None:
         if self.cancelled.is_set():
             raise InitError("joining was interrupted")
 
+    def _awaited(self) -> list[int]:
+        """Whom to name while we wait. In a crowd rank 0 names all that are missing, and the others only rank 0."""
+        if self._me.rank == 0 or self.place.world_size <= _CROWD:
+            return self._absent()
+        return [] if self._heard_first else [0]
+
     def _absent(self) -> list[int]:
         """Ranks without a record in this generation; remembers the names of the others."""
-        absent = []
-        for rank in range(self.place.world_size):
-            try:
-                data = self._open.read(self._key(f"slot/{rank}"))
-            except WrongSecret:
-                continue  # somebody is there
-            if data is None:
-                absent.append(rank)
-            else:
-                self._names[rank] = read_slot(data).member.name
-        return absent
+        keys = self._slot_keys()
+        there = self._open.look(keys)
+        for data in there.values():
+            if isinstance(data, bytes):  # else somebody is there, with another secret
+                member = read_slot(data).member
+                self._names[member.rank] = member.name
+        return [rank for rank, key in enumerate(keys) if key not in there]
 
     def _raise_for_absence(self, mine: Abandoned) -> NoReturn:
         """At the deadline: name the cause that is most likely."""
-        slots = [
-            read_slot(data)
-            for rank in range(self.place.world_size)
-            if (data := self._open.read(self._key(f"slot/{rank}"))) is not None
-        ]
-        check_agreement(slots)
+        found = self._open.look(self._slot_keys()).values()
+        for data in found:
+            if isinstance(data, WrongSecret):
+                raise data
+        check_agreement([read_slot(data) for data in found if isinstance(data, bytes)])
         never_seen = self._missing_elsewhere - set(self._names) - set(self._gave_up)
         missing = sorted(never_seen) or [rank for rank in mine.missing if rank not in self._gave_up]
         if missing or self._gave_up:
             raise self._missing(missing or sorted(self._gave_up), "")
         silent = [rank for rank in range(self.place.world_size) if rank != self._me.rank]
-        raise self._missing(silent, "; records of all are there, but not everybody answers for its own")
+        raise self._missing(silent, "; all left a record, but these do not answer")
 
     def _missing(self, ranks: list[int], why: str) -> MissingPeers:
         known = {**self._gave_up, **self._names}
@@ -444,6 +465,5 @@ class StaticRendezvous:
         )
 
 
-def _pauses() -> Backoff:
-    """Short pauses for members that start together, long ones for members that wait: little load on the store."""
-    return Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, factor=1.5)
+def _beat_s(size: int) -> float:
+    return _BEAT_S * max(1.0, size / _CROWD)

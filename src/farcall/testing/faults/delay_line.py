@@ -24,8 +24,6 @@ from farcall.protocol.frames import REQUEST
 from farcall.testing.faults.messages import Message
 from farcall.testing.faults.rules import Delay, Drop, Duplicate, Fail, Fault, Reorder
 
-__all__ = ["NEVER", "DelayLine"]
-
 NEVER = float("inf")
 BACKOFF = 1.5
 

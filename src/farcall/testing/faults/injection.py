@@ -41,8 +41,6 @@ from farcall.testing.faults.rules import (
 )
 from farcall.transport.interface import WAIT_SLICE_S, Transport
 
-__all__ = ["Faults", "Injection"]
-
 MOST_REMEMBERED = 10_000
 
 

@@ -34,8 +34,6 @@ from farcall.transport.unix import UnixTransport
 if TYPE_CHECKING:
     from farcall.testing.faults.injection import Faults
 
-__all__ = ["FaultyTransport", "connect"]
-
 logger: logging.Logger = logging.getLogger("farcall")
 
 MOST_QUEUED_BYTES = 1 << 20

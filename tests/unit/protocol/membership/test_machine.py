@@ -1,49 +1,37 @@
-"""One machine at a time: who is believed, what is asked before anybody is accused, and who is let in."""
+"""One machine at a time: who is believed, and what is asked before anybody is accused."""
 
 from __future__ import annotations
 
-import random
-from typing import TypeVar
-
 import pytest
+from tests.unit.protocol.membership.bench import OPTIONS, RECORDS, Bench, member, newcomer, status, suspect
 
 from farcall.protocol.member import Member
 from farcall.protocol.membership.events import (
-    Admitted,
-    Departed,
-    Effect,
     Expelled,
-    Heard,
-    HostSeen,
     LinkGivenUp,
     LinkLost,
     LinkRefused,
     LinkSilent,
     LocalJoin,
-    LocalLeave,
     MemberDied,
     MemberJoined,
     MemberLeft,
     MemberRecovered,
     MembershipOptions,
     MemberUnresponsive,
-    Received,
-    Refused,
     Send,
 )
 from farcall.protocol.membership.joining import GROUP_IS_OVER
-from farcall.protocol.membership.machine import MembershipMachine, State
+from farcall.protocol.membership.machine import State
 from farcall.protocol.membership.messages import (
     Ack,
     Ask,
     Decision,
     Deny,
-    Forward,
     Gossip,
     Introduction,
     Join,
     JoinAnswer,
-    Message,
     Obituary,
     Ping,
     Resurfaced,
@@ -52,73 +40,6 @@ from farcall.protocol.membership.messages import (
     Vouch,
     WhoAreYou,
 )
-
-T = TypeVar("T", bound=Effect)
-OPTIONS = MembershipOptions()
-RECORDS = [Member(f"worker{incarnation}", incarnation, incarnation) for incarnation in range(1, 7)]
-
-
-class Bench:
-    """A machine, its clock, and what it has done."""
-
-    def __init__(self, machine: MembershipMachine) -> None:
-        self.machine = machine
-        self.now = 0.0
-        self.effects: list[Effect] = []
-        self.silent_hosts: set[int] = set()
-
-    def feed(self, event: object) -> None:
-        self.effects += self.machine.handle(event, self.now)  # type: ignore[arg-type]
-
-    def receive(self, sender: int, message: Message) -> None:
-        self.feed(Received(sender, message))
-
-    def advance(self, seconds: float) -> None:
-        """Each deadline at its time."""
-        until = self.now + seconds
-        while (deadline := self.machine.next_deadline()) is not None and deadline <= until:
-            self.now = deadline
-            for incarnation in self.machine.unresponsive(self.now):
-                self.feed(HostSeen(incarnation, incarnation not in self.silent_hosts))
-            self.effects += self.machine.handle_deadline(self.now)
-        self.now = until
-
-    def take(self, kind: type[T]) -> list[T]:
-        """The effects of this kind since they were last taken; forget all others."""
-        found = [effect for effect in self.effects if isinstance(effect, kind)]
-        self.effects = []
-        return found
-
-    def sent(self, kind: type[Message], to: int | None = None) -> list[Send]:
-        return [
-            effect for effect in self.take(Send) if isinstance(effect.message, kind) and (to is None or effect.to == to)
-        ]
-
-    def hear_all_but(self, silent: int, seconds: float) -> None:
-        """Let time pass while everybody else talks."""
-        for _ in range(round(seconds / 0.1)):
-            self.advance(0.1)
-            for incarnation in self.machine.table.others:
-                if incarnation != silent:
-                    self.feed(Heard(incarnation))
-
-
-def member(me: int = 1, size: int = 6, options: MembershipOptions = OPTIONS, is_fixed: bool = False) -> Bench:
-    machine = MembershipMachine(RECORDS[me - 1], RECORDS[:size], options, random.Random(0), 0.0, is_fixed=is_fixed)
-    return Bench(machine)
-
-
-def newcomer(record: Member) -> Bench:
-    return Bench(MembershipMachine(record, None, OPTIONS, random.Random(0), 0.0))
-
-
-def status(bench: Bench, incarnation: int) -> Status:
-    return bench.machine.table.entries[incarnation].status
-
-
-def suspect(incarnation: int, version: int = 0) -> Gossip:
-    return Gossip((Update(incarnation, Status.UNRESPONSIVE, version, RECORDS[incarnation - 1]),))
-
 
 # --- probing -------------------------------------------------------------------------------------------
 
@@ -481,162 +402,6 @@ def test_a_hint_is_followed_by_asking_the_one_it_names() -> None:
     stranger.receive(6, question.message)
     assert stranger.machine.state is State.MEMBER
     assert stranger.sent(Obituary, to=6)
-
-
-# --- coming and going ----------------------------------------------------------------------------------
-
-
-def test_joining_through_one_that_is_not_the_arbiter() -> None:
-    arbiter, sponsor = member(1), member(4)
-    record = Member("worker7", 7, 7)
-    joiner = newcomer(record)
-    joiner.feed(LocalJoin(4))
-    (request,) = joiner.sent(Join, to=4)
-    sponsor.receive(7, request.message)
-    (forward,) = sponsor.sent(Forward, to=1)
-    arbiter.receive(4, forward.message)
-    (decision,) = arbiter.sent(Decision, to=4)
-    assert arbiter.machine.table.size == 6, "an offer binds nobody"
-    sponsor.receive(1, decision.message)
-    (offer,) = sponsor.sent(Decision, to=7)
-    joiner.receive(4, offer.message)
-    (confirmation,) = joiner.sent(Join, to=4)
-    sponsor.receive(7, confirmation.message)
-    assert [effect.member.admission for effect in sponsor.effects if isinstance(effect, MemberJoined)] == [1]
-    (answer,) = sponsor.sent(JoinAnswer, to=7)
-    joiner.receive(4, answer.message)
-    (admitted,) = joiner.take(Admitted)
-    assert sorted(admitted.members, key=lambda one: one.rank) == RECORDS
-    assert joiner.machine.table.digest() == sponsor.machine.table.digest()
-
-
-def join_at(arbiter: Bench, record: Member) -> list[Send]:
-    arbiter.effects = []
-    arbiter.receive(record.incarnation, Join(record))
-    return [effect for effect in arbiter.effects if isinstance(effect, Send) and effect.to == record.incarnation]
-
-
-def test_a_newcomer_asks_until_it_is_answered() -> None:
-    joiner = newcomer(Member("worker7", 7, 7))
-    joiner.feed(LocalJoin(4))
-    joiner.advance(2.1)
-    assert [send.to for send in joiner.sent(Join)] == [4] * 5
-    joiner.feed(LocalJoin(5))
-    joiner.advance(1.1)
-    assert [send.to for send in joiner.sent(Join)] == [5] * 3
-
-
-@pytest.mark.parametrize(("name", "rank", "word"), [("worker3", 7, "name 'worker3'"), ("worker7", 3, "rank 3")])
-def test_a_name_or_a_rank_in_use_is_refused_once_its_holder_has_answered(name: str, rank: int, word: str) -> None:
-    arbiter, record = member(1), Member(name, rank, 7)
-    arbiter.now = 1.0
-    assert join_at(arbiter, record) == []
-    assert [
-        effect.to for effect in arbiter.effects if isinstance(effect, Send) and isinstance(effect.message, Ping)
-    ] == [3]
-    arbiter.now = 1.1
-    assert join_at(arbiter, record) == []
-    arbiter.receive(3, Ack(()))
-    (refusal,) = join_at(arbiter, record)
-    joiner = newcomer(record)
-    joiner.feed(LocalJoin(1))
-    joiner.receive(1, refusal.message)
-    (refused,) = joiner.take(Refused)
-    assert word in refused.why
-    assert "is taken" in refused.why
-
-
-def test_the_name_of_one_that_is_busy_or_stopped_is_refused_when_its_death_would_be_known() -> None:
-    """Its process is there: whoever wants the name has to end that first, and is told so."""
-    arbiter, record = member(1), Member("worker3", 3, 7)
-    assert join_at(arbiter, record) == []
-    arbiter.hear_all_but(3, OPTIONS.death_bound_s(6))
-    assert join_at(arbiter, record) == []
-    arbiter.hear_all_but(3, OPTIONS.suspicion_s + 1.0)
-    (refusal,) = join_at(arbiter, record)
-    assert isinstance(refusal.message, Decision)
-    assert "has not ended: end it first" in refusal.message.why_not
-
-
-def test_the_name_of_one_that_died_is_free_when_its_death_is_known() -> None:
-    arbiter, record = member(1), Member("worker3", 3, 7)
-    assert join_at(arbiter, record) == []
-    arbiter.receive(2, Gossip((Update(3, Status.DEAD, 0),)))
-    (offer,) = join_at(arbiter, record)
-    assert isinstance(offer.message, Decision)
-    assert (offer.message.why_not, offer.message.member.admission) == ("", 1)
-
-
-def test_the_arbiter_does_not_give_away_its_own_name() -> None:
-    (refusal,) = join_at(member(1), Member("worker1", 7, 7))
-    assert isinstance(refusal.message, Decision)
-    assert "worker1" in refusal.message.why_not
-
-
-def test_what_is_offered_to_one_is_not_offered_to_another_until_it_is_forgone() -> None:
-    arbiter = member(1)
-    first, second = Member("same", 7, 7), Member("same", 8, 8)
-    assert len(join_at(arbiter, first)) == 1
-    assert join_at(arbiter, second) == []
-    arbiter.now = 10.0
-    assert len(join_at(arbiter, second)) == 1
-
-
-def test_a_late_confirmation_does_not_drive_out_who_came_since() -> None:
-    sponsor = member(2)
-    sponsor.receive(3, Gossip((Update(8, Status.ALIVE, 0, Member("same", 8, 8, admission=2)),)))
-    (refusal,) = join_at(sponsor, Member("same", 7, 7, admission=1))
-    assert isinstance(refusal.message, Decision)
-    assert "is taken" in refusal.message.why_not
-    assert sponsor.machine.table.member(8) is not None
-
-
-def test_of_two_with_one_name_the_later_admission_stays_whichever_is_heard_of_first() -> None:
-    earlier, later = Member("same", 8, 9, admission=1), Member("same", 9, 8, admission=2)
-    for order in ((earlier, later), (later, earlier)):
-        bench = member()
-        for record in order:
-            bench.receive(2, Gossip((Update(record.incarnation, Status.ALIVE, 0, record),)))
-        assert bench.machine.table.member(8) is not None
-        assert bench.machine.table.member(9) is None
-    holder = member()
-    holder.receive(2, Gossip((Update(9, Status.ALIVE, 0, Member("worker1", 9, 9, admission=1)),)))
-    assert "given to another" in holder.take(Expelled)[0].why
-
-
-def test_leaving_is_told_until_two_know() -> None:
-    bench = member()
-    bench.feed(LocalLeave())
-    told = [send.to for send in bench.sent(Ping)]
-    assert len(told) == 3
-    bench.receive(told[0], Ack(()))
-    assert bench.machine.state is State.LEAVING, "that was the answer to something else"
-    confirmation = Ack((Update(1, Status.LEFT, 0),))
-    bench.receive(told[0], confirmation)
-    bench.receive(told[0], confirmation)
-    assert bench.take(Departed) == []
-    bench.receive(told[1], confirmation)
-    assert bench.take(Departed) == [Departed()]
-
-
-def test_leaving_ends_even_if_nobody_answers() -> None:
-    bench = member()
-    bench.feed(LocalLeave())
-    bench.advance(5 * OPTIONS.probe_timeout_s)
-    assert bench.take(Departed)
-    alone = member(size=1)
-    alone.feed(LocalLeave())
-    assert alone.take(Departed)
-
-
-def test_who_hears_of_a_leave_says_so() -> None:
-    bench = member()
-    bench.receive(3, Ping((Update(3, Status.LEFT, 0),)))
-    (ack,) = bench.sent(Ack, to=3)
-    assert isinstance(ack.message, Ack)
-    assert Update(3, Status.LEFT, 0) in ack.message.updates
-    bench.receive(3, Ping((Update(3, Status.LEFT, 0),)))
-    assert bench.sent(Ack, to=3), "the first one may have been lost"
 
 
 @pytest.mark.parametrize("wrong", [{"probe_interval_s": 0}, {"suspicion_s": float("nan")}, {"indirect_probes": 0}])

@@ -337,7 +337,7 @@ def test_the_end_of_the_peer_is_told_once(ends: tuple[End, End]) -> None:
 def test_garbage_breaks_the_link(ends: tuple[End, End]) -> None:
     left, right = ends
     left.link.outgoing.send(b"this is no frame at all, and it is long enough to see that")
-    assert "starts no frame" in right.broken.get(timeout=PATIENCE_S)
+    assert "not the start of a frame" in right.broken.get(timeout=PATIENCE_S)
 
 
 class Late(deque[Frame]):

@@ -352,7 +352,7 @@ def test_an_error_while_that_is_found_out_is_an_end_too(ends: tuple[End, End]) -
 def test_garbage_is_no_break_but_an_end(ends: tuple[End, End]) -> None:
     left, right = ends
     left.link.outgoing.send(b"this is no frame at all, and it is long enough to see that")
-    assert "starts no frame" in right.broken.get(timeout=PATIENCE_S)
+    assert "not the start of a frame" in right.broken.get(timeout=PATIENCE_S)
     assert right.interrupted.empty()
 
 

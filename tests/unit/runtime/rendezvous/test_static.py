@@ -1,13 +1,14 @@
-"""The meeting over a store in memory, places and addresses: several ranks as threads, no sockets."""
+"""The meeting over a store in memory: several ranks as threads, no sockets."""
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,11 @@ from farcall.node import Node
 from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.protocol.member import Member, new_incarnation
 from farcall.runtime.io import bounded_call as patience
-from farcall.runtime.rendezvous import addresses
 from farcall.runtime.rendezvous import patience as telling
 from farcall.runtime.rendezvous import static as meeting
 from farcall.runtime.rendezvous import store as stores
 from farcall.runtime.rendezvous.agreement import Abandoned, Formed, Membership, Slot, as_text
-from farcall.runtime.rendezvous.records import Proofs, secret_of
+from farcall.runtime.rendezvous.records import Proofs, Records, secret_of
 from farcall.runtime.rendezvous.store import find_meeting_place
 from farcall.secret import Secret
 
@@ -176,7 +176,7 @@ def test_a_second_process_with_one_rank_is_told_and_does_no_harm(store: Any, sta
     first = start("first", 1, 3)
     zero = start("zero", 0, 3)
     wait_until(lambda: store.check(["farcall/0/0/slot/1"]))
-    with pytest.raises(BadRank, match=r"rank 1 is taken: another process, 'first'.*'second'"):
+    with pytest.raises(BadRank, match=r"rank 1 is taken by another process, 'first'.*'second'"):
         start("second", 1, 3).result(30)
     assert [m.name for m in joined([start("two", 2, 3), zero, first])[0].members] == ["zero", "first", "two"]
 
@@ -344,7 +344,7 @@ def test_a_dead_process_leaves_no_trace_in_the_table(store: Any, start: Any) -> 
 
 def test_a_dead_record_never_completes_a_table(store: Any, start: Any) -> None:
     store.set("farcall/0/0/slot/1", stale_slot("dead", 1, 2))
-    with pytest.raises(MissingPeers, match="not everybody answers") as caught:
+    with pytest.raises(MissingPeers, match="these do not answer") as caught:
         start("alive", 0, 2, 1.5).result(30)
     assert caught.value.missing == ("dead",)
 
@@ -403,136 +403,117 @@ def test_no_thread_is_left(store: Any, start: Any) -> None:
     wait_until(lambda: not any(thread.name == "farcall-rendezvous" for thread in threading.enumerate()))
 
 
+# ---------------------------------------------------------------- what the store is asked
+
+
+class Counted:
+    """A store that counts the questions, by kind and by the last part of the first key."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.questions: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*args: Any) -> Any:
+            key = args[0] if args and isinstance(args[0], str) else args[0][0] if args and args[0] else ""
+            self.questions[f"{name} {key.rpartition('/')[2]}"] += 1
+            return getattr(self._store, name)(*args)
+
+        return ask
+
+
+def test_a_table_is_read_once_however_long_others_take_to_confirm_it(
+    store: Any, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a record of each member, and each of them reads it."""
+    monkeypatch.setattr(meeting, "_BEAT_S", LONG_S)
+    counted = Counted(store)
+    monkeypatch.setattr(meeting, "open_store", lambda *_: counted)
+    store.set("farcall/0/0/slot/1", stale_slot("dead", 1, 2))
+    assert isinstance(settle([start("alive", 0, 2, 2.0)])[0], MissingPeers)
+    assert counted.questions["check outcome"] > 10, "it waited"
+    assert counted.questions["get table"] == 1
+
+
+def test_a_table_in_which_a_slot_changed_hands_is_put_up_and_confirmed_anew(store: Any, start: Any) -> None:
+    store.set("farcall/0/0/slot/1", stale_slot("dead", 1, 2))
+    first = start("w0", 0, 2, LONG_S)
+    wait_until(lambda: store.check(["farcall/0/0/table"]))
+    assert [member.name for member in joined([first, start("w1", 1, 2, LONG_S)])[0].members] == ["w0", "w1"]
+
+
+def test_in_a_crowd_only_rank_0_looks_at_all_slots(
+    store: Any, start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(telling, "SPEAK_AFTER_S", 0.0)
+    monkeypatch.setattr(meeting, "_CROWD", 2)
+    counted = Counted(store)
+    monkeypatch.setattr(meeting, "open_store", lambda place, *_: counted if place.rank == 1 else store)
+    second = start("w1", 1, 4, LONG_S)
+    wait_until(lambda: "rank 1 of 4 waits" in caplog.text)
+    first = start("w0", 0, 4, LONG_S)
+    wait_until(lambda: "rank 0 of 4 waits" in caplog.text)
+    joined([first, second, start("w2", 2, 4, LONG_S), start("w3", 3, 4, LONG_S)])
+    told = {record.args[0]: record.getMessage() for record in caplog.records if record.args}  # type: ignore[index]
+    assert " for rank 0, " in told[1]
+    assert " for rank 2, rank 3, " in told[0] or " for rank 1, rank 2, rank 3, " in told[0]
+    asked = {question for question in counted.questions if question.split()[-1] in ("2", "3")}
+    assert not asked
+
+
+def test_members_of_a_crowd_look_at_the_store_as_often_as_a_few_would() -> None:
+    def waits(rank: int, size: int) -> tuple[float, float]:
+        options = RpcBackendOptions(0, PLACE)
+        place = find_meeting_place(rank, size, PLACE)
+        one = meeting.StaticRendezvous(place, Member("w", rank, 1, ("tcp://127.0.0.1:1",)), options)
+        pauses = one._pauses()
+        return max(pauses.next_s() for _ in range(40)), one._beat_s
+
+    pause_s, beat_s = waits(1, 2)
+    assert waits(1, 64) == (pause_s, beat_s)
+    assert waits(1, 640) == pytest.approx((10 * pause_s, 10 * beat_s))
+    assert waits(0, 640) == pytest.approx((pause_s, 10 * beat_s)), "all wait for rank 0"
+
+
+@pytest.mark.parametrize(("missing", "most"), [((), 1), ((517,), 21), ((0, 1, 2, 1023), 42), (range(1024), 2047)])
+def test_who_is_there_takes_few_questions_where_few_are_missing(missing: Collection[int], most: int) -> None:
+    keys = [f"slot/{rank}" for rank in range(1024)]
+    store = dist.HashStore()
+    for rank, key in enumerate(keys):
+        if rank not in missing:
+            store.set(key, "here")
+    counted = Counted(store)
+    proofs = Proofs(Secret(b"known to all of us"), True, PLACE)
+    assert Records(counted, proofs).there(keys) == [key for rank, key in enumerate(keys) if rank not in missing]
+    assert counted.questions.total() <= most
+
+
+def test_a_record_that_is_deleted_while_it_is_read_is_not_there() -> None:
+    """Whoever gives up deletes its own, at the moment at which the others look who is missing."""
+    proofs = Proofs(Secret(b"known to all of us"), True, PLACE)
+
+    class Deleting:
+        def __init__(self) -> None:
+            self.store = dist.HashStore()
+            self.store.set_timeout(timedelta(milliseconds=10))
+            for key in "ab":
+                self.store.set(key, proofs.seal(key, key))
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("get", "multi_get"):
+                self.store.delete_key("b")
+            return getattr(self.store, name)
+
+    assert Records(Deleting(), proofs).read("b") is None
+    assert Records(Deleting(), proofs).look(["a", "b"]) == {"a": b"a"}
+
+
 @pytest.mark.parametrize("name", ["", "two words", "x" * 128])
 def test_a_bad_name_is_refused_before_anything_happens(name: str) -> None:
     with pytest.raises(ValueError, match="names are"):
         Node(name, rank=0, world_size=1, options=RpcBackendOptions())
 
 
-# ---------------------------------------------------------------- places
-
-ENV = {"MASTER_ADDR": "host", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "4"}
-
-
-def test_the_environment_gives_all() -> None:
-    place = find_meeting_place(-1, None, "env://", ENV)
-    assert (place.rank, place.world_size, place.host, place.port) == (1, 4, "host", 29500)
-    assert not place.hosted_by_agent
-    assert place.name == "host:29500"
-
-
-def test_arguments_win_over_the_environment() -> None:
-    place = find_meeting_place(2, 3, "env://", ENV)
-    assert (place.rank, place.world_size) == (2, 3)
-
-
-def test_torchrun_hosts_the_store_and_counts_restarts() -> None:
-    elastic = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
-    place = find_meeting_place(-1, None, "env://", {**ENV, **elastic})
-    assert place.hosted_by_agent
-    assert place.attempt == "2"
-
-
-def test_one_that_is_alone_needs_no_place() -> None:
-    place = find_meeting_place(-1, 1, "env://", {})
-    assert (place.rank, place.world_size, place.host) == (0, 1, "127.0.0.1")
-
-
-def test_the_url_gives_all() -> None:
-    place = find_meeting_place(-1, None, "tcp://[::1]:1234?rank=0&world_size=2", {})
-    assert (place.rank, place.world_size, place.host, place.port) == (0, 2, "::1", 1234)
-    assert place.name == "[::1]:1234"
-    assert find_meeting_place(0, 2, "tcp://h:1?rank=0", {}).rank == 0
-    place = find_meeting_place(1, 2, "file:///tmp/there", {})
-    assert (place.host, place.path) == (None, "/tmp/there")
-
-
-@pytest.mark.parametrize(
-    ("rank", "size", "url", "environ", "error", "text"),
-    [
-        (-1, None, "env://", {}, BadRank, "environment variable RANK expected"),
-        (0, None, "env://", {}, ValueError, "MASTER_ADDR"),
-        (0, 2, "env://", {}, ValueError, "MASTER_ADDR"),
-        (0, 1, "env://", {"MASTER_ADDR": "h"}, ValueError, "MASTER_PORT"),
-        (0, 1, "env://", {"MASTER_ADDR": "h", "MASTER_PORT": "x"}, ValueError, "from 1 to 65535"),
-        (0, 1, "env://", {"MASTER_ADDR": "h", "MASTER_PORT": "70000"}, ValueError, "from 1 to 65535"),
-        (-1, 1, "env://", {**ENV, "RANK": "one"}, BadRank, "whole number"),
-        (-1, 2, "tcp://h:1", ENV, BadRank, "rank parameter missing"),
-        (2, 2, "farcall://h:1", {}, BadRank, "from 0 to 1"),
-        (0, None, "farcall://h", {}, ValueError, "lacks a host or a port"),
-        (0, None, "farcall://", {}, ValueError, "names no member"),
-        (0, 2, "tcp://h:1?rank=1", {}, BadRank, "give it once"),
-        (0, 3, "tcp://h:1?world_size=2", {}, BadRank, "give it once"),
-        (2, 2, "tcp://h:1", {}, BadRank, "from 0 to 1"),
-        (-2, 2, "tcp://h:1", {}, BadRank, "negative"),
-        (0, 0, "tcp://h:1", {}, BadRank, "at least 1"),
-        ("0", 1, "tcp://h:1", {}, BadRank, "must be an int"),
-    ],
-)
-def test_nonsense_says_what_to_set(
-    rank: Any, size: Any, url: str, environ: dict[str, str], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        find_meeting_place(rank, size, url, environ)
-
-
 def test_a_file_in_a_directory_that_is_not_there_is_told_at_once() -> None:
-    with pytest.raises(InitError, match="no directory /not/there"):
+    with pytest.raises(InitError, match="the directory /not/there does not exist"):
         join("a", 0, 1, RpcBackendOptions(init_method="file:///not/there/store"), [])
-
-
-# ---------------------------------------------------------------- addresses
-
-
-def test_the_users_word_comes_first(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG, "farcall"):
-        assert addresses.choose_host("my.host", "127.0.0.1").host == "my.host"
-    assert "advertising my.host" in caplog.text
-
-
-@pytest.mark.parametrize("store_host", ["127.0.0.1", "localhost"])
-def test_a_store_on_loopback_gives_loopback(store_host: str) -> None:
-    assert addresses.is_loopback(addresses.choose_host(None, store_host).host)
-
-
-def test_ipv6_loopback_gives_ipv6() -> None:
-    if not addresses.is_local("::1"):
-        pytest.skip("no IPv6 on this machine")
-    assert addresses.choose_host(None, "::1").host == "::1"
-
-
-def test_the_address_that_reaches_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    routes = {"far": "10.1.2.3", "192.0.2.1": "10.9.9.9"}
-    monkeypatch.setattr(addresses, "_leaving_for", routes.get)
-    assert addresses.choose_host(None, "far").host == "10.1.2.3"
-
-
-def test_a_host_name_that_means_loopback_here_gives_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Debian maps a machine's own name to 127.0.1.1; the others see another address behind it."""
-    routes = {"myself": "127.0.1.1", "192.0.2.1": "10.9.9.9"}
-    monkeypatch.setattr(addresses, "_leaving_for", routes.get)
-    assert addresses.choose_host(None, "myself").host == "10.9.9.9"
-
-
-def test_a_machine_without_network_gives_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "_leaving_for", lambda host: None)
-    monkeypatch.setattr(addresses, "_resolve", lambda host: [])
-    assert addresses.choose_host(None, None).host == "127.0.0.1"
-
-
-def test_loopback_and_a_far_store_is_warned_about(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(addresses, "is_local", lambda host: False)
-    addresses.choose_host("127.0.0.1", "10.0.0.7")
-    assert "FARCALL_ADVERTISE" in caplog.text
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-
-
-def test_what_is_listened_on_and_what_is_told() -> None:
-    assert addresses.listening_addresses(("tcp",), "10.0.0.1") == ["tcp://*:0"]
-    assert addresses.listening_addresses(("tcp",), "::1") == ["tcp://[::1]:0"]
-    assert addresses.listening_addresses(("unix", "tcp"), "127.0.0.1") == ["unix:", "tcp://127.0.0.1:0"]
-    assert addresses.advertised_address("tcp://*:5", "fd00::1") == "tcp://[fd00::1]:5"
-    assert addresses.advertised_address("tcp://127.0.0.1:5", "127.0.0.1") == "tcp://127.0.0.1:5"
-    assert addresses.advertised_address("unix:@x", "h") == "unix:@x"

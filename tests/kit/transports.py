@@ -1,10 +1,10 @@
 """The conformance kit of transports: one set of checks, run over every kind.
 
-    from farcall.testing.transports import check_transport
-    check_transport(lambda: memory_pair())          # all of them; raises AssertionError
-    @pytest.mark.parametrize("check", TRANSPORT_CHECKS)     # or one test for each
+    @pytest.mark.parametrize("check", TRANSPORT_CHECKS)
+    def test_memory(check: Check) -> None:
+        check(memory_pair)
 
-``make_pair`` returns two connected ends. A check uses only the contract of ``Transport``, waits for conditions and
+A check is given what makes two connected ends. It uses only the contract of ``Transport``, waits for conditions and
 never for a time, and closes both ends. The author of a transport runs this before anything else.
 """
 
@@ -398,9 +398,3 @@ TRANSPORT_CHECKS: tuple[Check, ...] = (
     check_readiness,
     check_descriptors,
 )
-
-
-def check_transport(make_pair: MakePair) -> None:
-    """Run every check over pairs made by ``make_pair``."""
-    for check in TRANSPORT_CHECKS:
-        check(make_pair)
