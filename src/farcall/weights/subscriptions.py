@@ -312,7 +312,7 @@ class Subscriptions:
 
     def _on_offered(self, peer: RemotePeer, message: BlockOffered) -> None:
         """On the thread that reads: the descriptor must go with the frame."""
-        descriptor = peer.link.incoming.take_descriptor()
+        descriptor = peer.link.incoming.take_descriptor() if message.size_bytes else None
         block = (peer.incarnation, message.block_id)
         event: subscriber.Event = subscriber.Mapped(block)
         try:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.kit.ports import held_port
 from tests.kit.times import LONG_S
 
 from farcall.transport import unix
@@ -28,7 +32,7 @@ from farcall.transport.interface import (
 from farcall.transport.tcp import TcpListener, format_tcp, leads_to, parse_tcp
 from farcall.transport.unix import UnixListener, UnixTransport
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture
@@ -66,7 +70,8 @@ def test_bad_addresses_are_refused(address: str) -> None:
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "unix:", "memory:"])
 def test_a_listener_that_closed(address: str) -> None:
-    listener = listen(address)
+    # A port that is held: nobody else takes it meanwhile.
+    listener = listen(f"tcp://127.0.0.1:{held_port()}" if address.startswith("tcp") else address)
     where = listener.address
     assert listener.accept() is None
     listener.close()
@@ -91,6 +96,30 @@ def test_an_address_in_use(address: str) -> None:
 def test_an_unknown_host() -> None:
     with pytest.raises(DialFailed, match="cannot resolve"):
         dial("tcp://no-such-host.invalid:1", PATIENCE_S)
+
+
+def test_a_name_service_that_does_not_answer_costs_no_more_than_the_dial(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    answers = threading.Event()
+    look_up = socket.getaddrinfo
+
+    def hang(host: str, port: int, **options: int) -> object:
+        if options.get("flags") == socket.AI_NUMERICHOST:
+            return look_up(host, port, **options)
+        asked.append(host)
+        assert answers.wait(PATIENCE_S)
+        return look_up("127.0.0.1", port, **options)
+
+    with closing(TcpListener("tcp://127.0.0.1:0")) as listener:
+        monkeypatch.setattr(socket, "getaddrinfo", hang)
+        address = f"tcp://slow.example:{listener.port}"
+        for _ in range(3):
+            with pytest.raises(DialFailed, match=r"'slow.example'.*no name service answered within 0.01 s"):
+                dial(address, 0.01)
+        assert asked == ["slow.example"]  # each further thread would hang, too
+        answers.set()
+        dial(address, PATIENCE_S).close()
+        assert leads_to(address, "127.0.0.1")
 
 
 def test_every_interface_includes_both_versions() -> None:
@@ -231,7 +260,7 @@ def test_before_proof_no_descriptor_is_received() -> None:
     theirs.send((b"x",), [0, 1, 2])
     assert ours.receive_bytes_into(memoryview(bytearray(16))) == 1
     assert ours.take_descriptors() == []
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
     ours.close()
     theirs.close()
 
@@ -249,6 +278,8 @@ def unix_pair() -> tuple[UnixTransport, UnixTransport]:
 
 
 def open_descriptors() -> int:
+    """How many there are; garbage of another test may have some."""
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -262,7 +293,7 @@ def test_descriptors_nobody_takes_are_closed() -> None:
     left.close()
     os.close(reading)
     os.close(writing)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_a_flood_of_descriptors_ends_the_connection() -> None:
@@ -280,7 +311,7 @@ def test_a_flood_of_descriptors_ends_the_connection() -> None:
     right.close()
     os.close(reading)
     os.close(writing)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_more_descriptors_in_one_message_than_agreed() -> None:
@@ -297,7 +328,7 @@ def test_more_descriptors_in_one_message_than_agreed() -> None:
     victim.close()
     os.close(reading)
     os.close(writing)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_where_an_address_leads_to() -> None:

@@ -23,7 +23,7 @@ from farcall.runtime.link.receive import LINGER_AFTER
 from farcall.transport.memory import memory_pair
 from farcall.transport.unix import UnixTransport
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 CAPACITY_BYTES = 64 * 1024
 
 
@@ -170,7 +170,8 @@ class Answer:
 def exchange(near: End, far: End, number: int) -> None:
     """A call and its answer, on this thread."""
     answer = Answer(near)
-    threading.Timer(0.0, lambda: far.link.outgoing.send(small(number))).start()
+    # Not before the call has come: this thread reads by then, and not the I/O thread.
+    far.link.incoming._on_frame = lambda frame: far.link.outgoing.send(small(frame.call_id))
     near.link.incoming.help_until(answer, monotonic() + PATIENCE_S, small(number))
     assert answer.arrived
 
@@ -212,6 +213,36 @@ def test_a_link_that_two_threads_wait_on_is_never_left_silent(joined: tuple[End,
     assert not incoming._lingering
     far.link.outgoing.send(small(2))
     wait_until(lambda: near.frames.qsize() == 2)
+
+
+class Overtaken:
+    """A read lock that is given to a helping reader only after its connection has been given up."""
+
+    def __init__(self, end: End) -> None:
+        self._end = end
+        self._lock = end.link.incoming._read_lock
+        self.release = self._lock.release
+        self.locked = self._lock.locked
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        self._end.link.incoming._read_lock = self._lock  # type: ignore[assignment]
+        self._end.link.break_off("for the test")
+        return self._lock.acquire(blocking, timeout)
+
+
+def test_who_gets_the_role_after_the_break_leaves_the_last_words_to_the_io_thread() -> None:
+    near, far = socket.socketpair()
+    end = End("near", UnixTransport(near))
+    readers: Queue[bool] = Queue()
+    end.link.incoming._on_frame = lambda frame: readers.put(end.loop.on_thread())
+    end.loop.silence(near.fileno())  # what comes is left to the break to read
+    far.send(small(1))
+    end.link.incoming._read_lock = Overtaken(end)  # type: ignore[assignment]
+    end.link.incoming.help_until(Never(), monotonic() + PATIENCE_S)
+    assert readers.get(timeout=PATIENCE_S)
+    assert end.broken.get(timeout=PATIENCE_S) == "for the test"
+    end.close()
+    far.close()
 
 
 class Never:
