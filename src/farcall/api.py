@@ -104,7 +104,7 @@ def allow(
             must say the same.
     """
     if STARTED:
-        raise RuntimeError("farcall.allow must be called before init_rpc: members have been told otherwise")
+        raise RuntimeError("call farcall.allow before init_rpc: the other members already know what this worker serves")
     restrict(Allowance(functions, classes, trust))
 
 

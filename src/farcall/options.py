@@ -227,13 +227,15 @@ class TlsOptions(_Checked):
             self._set(name, os.fspath(path))
         if self.from_secret:
             if any(self.files) or self.bind_names:
-                raise ValueError("TlsOptions(from_secret=True) has no certificates: leave out the files and bind_names")
+                raise ValueError(
+                    "TlsOptions(from_secret=True) uses no certificates: leave out the files and bind_names"
+                )
             return
         for name, path in zip(("ca", "certificate", "key"), self.files, strict=True):
             if not path:
                 raise ValueError(f"TlsOptions needs {name}, a file (`farcall certificates` makes all three)")
             if not os.path.isfile(path):
-                raise ValueError(f"{name} of TlsOptions: there is no file {path}")
+                raise ValueError(f"{name} of TlsOptions: the file {path} does not exist")
 
     @property
     def files(self) -> tuple[str, str, str]:
@@ -412,11 +414,11 @@ def _tls_from_environment() -> TlsOptions | None:
     files = [os.environ.get(variable) or "" for variable in ENV_TLS_FILES]
     way = os.environ.get(ENV_TLS) or ""
     if way and way != "secret":
-        raise ValueError(f"{ENV_TLS} must be 'secret', not {way!r}; files are named by {', '.join(ENV_TLS_FILES)}")
+        raise ValueError(f"{ENV_TLS} must be 'secret', not {way!r}; for certificates set {', '.join(ENV_TLS_FILES)}")
     if not any(files):
         return TlsOptions(from_secret=True) if way else None
     if way or not all(files):
-        raise ValueError(f"set {', '.join(ENV_TLS_FILES)} all, and {ENV_TLS} not; or {ENV_TLS} alone")
+        raise ValueError(f"set all of {', '.join(ENV_TLS_FILES)}, or {ENV_TLS} alone")
     return TlsOptions(ca=files[0], certificate=files[1], key=files[2])
 
 

@@ -53,8 +53,8 @@ def check_private(directory: Path) -> None:
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PermissionError(
-            f"{directory} must be a directory that belongs to you and that nobody else may enter (chmod 700), or name "
-            "another one (option runtime_directory)"
+            f"{directory} must be a directory of yours that is closed to others (chmod 700); or name another one "
+            "(option runtime_directory)"
         )
 
 
@@ -88,7 +88,7 @@ def _read(path: Path, size_bytes: int) -> bytes:
         found = os.fstat(file.fileno())
         content = file.read(size_bytes + 1)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{path} must be a file that belongs to you and that nobody else may read (chmod 600)")
+        raise PermissionError(f"{path} must be a file of yours that is closed to others (chmod 600)")
     if len(content) != size_bytes:
-        raise PermissionError(f"{path} is not as farcall made it: remove it")
+        raise PermissionError(f"{path} is damaged: remove it, and farcall makes a new one")
     return content

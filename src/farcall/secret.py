@@ -50,9 +50,9 @@ class Secret:
                 self._seen = seen
                 try:
                     self._values = _read(self.path)
-                    logger.info("the file of the secret was read again: %d in it", len(self._values))
+                    logger.info("read the secret file again: it has %d secrets", len(self._values))
                 except ValueError as error:
-                    logger.warning("the secret stays as it was: %s", error)
+                    logger.warning("the old secret stays in use: %s", error)
             return self._values
 
 
@@ -61,10 +61,10 @@ def _read(path: str) -> tuple[bytes, ...]:
         with open(path, "rb") as file:
             # Not whether others may read it: secrets that containers are given often are readable to all in there.
             if os.fstat(file.fileno()).st_mode & 0o022:
-                raise ValueError(f"others than its owner may write to {path} (chmod 600)")
+                raise ValueError(f"others may write to {path}: run chmod 600 {path}")
             content = file.read(_MAX_FILE_BYTES)
     except OSError as error:
-        raise ValueError(f"the secret's file cannot be read: {error}") from error
+        raise ValueError(f"cannot read the secret file: {error}") from error
     found = tuple(line.rstrip(b"\r") for line in content.split(b"\n") if line.rstrip(b"\r"))
     if not 1 <= len(found) <= _MOST:
         raise ValueError(f"{path} has {len(found)} lines: write one secret, or two while you change it, one to a line")

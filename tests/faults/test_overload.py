@@ -404,7 +404,7 @@ def test_waiting_ends_with_the_timeout_which_says_what_for(way: str) -> None:
     with small_team("wait") as nodes:
         with full_and_told(nodes):
             with pytest.raises(
-                RpcTimeout, match=r"run\(\) was not sent to w1, which is overloaded: 2 calls waited"
+                RpcTimeout, match=r"run\(\) was not sent to w1, which is overloaded: 2 calls were waiting"
             ) as e:
                 ways(nodes[0], "a", timeout=0.5)[way]()
             if way != "remote":

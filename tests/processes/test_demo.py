@@ -105,7 +105,7 @@ def test_workers_that_do_not_start_are_said_in_one_line(tmp_path: Path) -> None:
     demo = start_demo(tmp_path, FARCALL_TRANSPORTS="no such thing")
     _, complaints = demo.communicate(timeout=250)
     assert demo.returncode == 1, complaints
-    assert "farcall: the demo failed: the workers could not be started: " in complaints
+    assert "farcall: the demo failed: cannot start the workers: " in complaints
     assert "Traceback" not in complaints
     assert not (tmp_path / "farcall-demo").exists()
 
@@ -120,7 +120,7 @@ def test_ctrl_c_ends_the_demo_and_all_its_workers(tmp_path: Path) -> None:
     finally:
         demo.kill()
     assert demo.returncode == 130, said + complaints
-    assert "interrupted; all workers are ended" in said
+    assert "interrupted; all workers have ended" in said
     assert not (tmp_path / "farcall-demo").exists()
     assert "Traceback" not in complaints
     wait_until(lambda: not any(is_running(process) for process in processes), "nobody is left behind")
@@ -132,5 +132,5 @@ def test_a_folder_that_cannot_be_made_is_said_before_anything_starts(tmp_path: P
     demo = start_demo(tmp_path, "--output", str(tmp_path / "file" / occupied))
     _, complaints = demo.communicate(timeout=250)
     assert demo.returncode == 2
-    assert "there is no folder for the files" in complaints
+    assert "cannot make a folder for the files" in complaints
     assert "--output" in complaints

@@ -74,7 +74,7 @@ def test_a_worker_that_cannot_start_tells_why(engine, driver):
     engine.start([spec], watching)
     wait_until(lambda: watching.is_over(spec))
     assert watching.states[spec][-1].exit_code == 82
-    assert b"no working directory /nowhere here" in watching.output[spec]
+    assert b"finds no directory /nowhere on its host" in watching.output[spec]
 
 
 def test_close_leaves_no_process(engine, driver):

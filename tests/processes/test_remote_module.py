@@ -193,7 +193,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         ("/cpu", "could not parse"),
         ("w1/cpu/0", "could not parse"),
         ("w1/nonsense", "could not parse"),
-        ("rank:x/cpu", "is no rank"),
+        ("rank:x/cpu", "is not a rank"),
         ("cpu", "names no worker"),
         ("cuda:0", "names no worker"),
     ],

@@ -180,7 +180,7 @@ def test_nobody_is_started_again_once_the_team_was_ended() -> None:
     team = Team(obedient, 1)
     before = team.process_id(0)
     team.kill()
-    with pytest.raises(MemberLost, match="member 0 is not started again"):
+    with pytest.raises(MemberLost, match="cannot restart member 0"):
         team.restart(0, TIMEOUT_S)
     assert team.process_id(0) == before
     assert team.how_it_ended(0) == "was ended by SIGKILL"

@@ -102,7 +102,7 @@ def test_the_page_is_given_to_those_who_know_its_address(node: farcall.Node, fil
 
 
 def test_beyond_loopback_there_is_no_page_without_certificates() -> None:
-    with pytest.raises(InitError, match="over TLS only"):
+    with pytest.raises(InitError, match="needs TLS on"):
         Dashboard(lambda: SimulatedObserver(8), 0, EVERYWHERE)  # type: ignore[arg-type, return-value]
 
 

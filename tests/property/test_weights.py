@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from farcall.protocol.weights.lending import Freed, Lend, Lender, Stranded
 from farcall.protocol.weights.messages import Claim, Key
 from farcall.weights.layout import name_of, plan_storages, take_apart
-from farcall.weights.manifest import Content, Manifest, Storage, decode_manifest, encode_manifest
+from farcall.weights.manifest import Content, Layout, Manifest, Storage, decode_manifest, encode_manifest
 from farcall.weights.memory import BlockStore, aligned
 from farcall.weights.publication import _encode_values, _places
 from farcall.weights.version import HeldVersion
@@ -67,14 +67,16 @@ def through_a_version(source: Any, dtype: torch.dtype | None = None) -> Any:
     store = BlockStore(is_shared=True)
     try:
         block = store.take(sum(aligned(plan.size_bytes) for plan in plans) or 1)
-        storages, offset = [], 0
+        storages, checksums, offset = [], [], 0
         for plan in plans:
             view = block.view[offset : offset + plan.size_bytes]
-            storages.append(Storage(0, offset, plan.size_bytes, plan.fill(view) if plan.size_bytes else 0))
+            storages.append(Storage(0, offset, plan.size_bytes))
+            checksums.append(plan.fill(view) if plan.size_bytes else 0)
             offset += aligned(plan.size_bytes)
         contents = [Content(1, block.block_id, block.fill, block.size)]
-        containers, values = list(leaves.containers.items()), _encode_values(leaves)
-        manifest = Manifest(contents, storages, _places(leaves, plans), containers, list(leaves.values), *values)
+        containers = list(leaves.containers.items())
+        layout = Layout(storages, _places(leaves, plans), containers, list(leaves.values))
+        manifest = Manifest(contents, layout, checksums, *_encode_values(leaves))
         held = HeldVersion(Key(Claim(1, 1), 1), decode_manifest(encode_manifest(manifest)))
         held.blocks = [block]
         held.verify()

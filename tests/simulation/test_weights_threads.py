@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -72,6 +73,22 @@ def test_a_block_that_is_mapped_while_its_version_arrives(cluster: Cluster) -> N
     assert reader.subscription.version == publisher.publication.version  # type: ignore[union-attr]
 
 
+def test_the_program_gets_a_version_before_its_lender_hears_of_it(cluster: Cluster) -> None:
+    publisher, reader = subscribed(cluster)
+    for _ in range(3):
+        cluster.push(publisher)
+        while publisher.later:
+            publisher.later.pop(0)()
+        while cluster.packets:
+            cluster.deliver(0)
+        assert publisher.publication is not None
+        assert reader.subscription is not None
+        assert reader.subscription.version == publisher.publication.version
+        assert publisher.publication.subscribers[reader.name] != publisher.publication.version
+        cluster.settle()
+        assert publisher.publication.subscribers[reader.name] == publisher.publication.version
+
+
 def test_a_subscription_that_is_made_while_another_ends(cluster: Cluster) -> None:
     publisher, reader = subscribed(cluster)
     weights = reader.weights
@@ -84,6 +101,21 @@ def test_a_subscription_that_is_made_while_another_ends(cluster: Cluster) -> Non
     cluster.settle()
     assert reader.subscription is not None
     assert reader.subscription.version is not None
+
+
+def test_a_publisher_without_a_free_descriptor_sends_bytes(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher, reader = subscribed(cluster)
+
+    def refuse(descriptor: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    fetched: list[object] = []
+    monkeypatch.setattr(reader.weights.subscriptions, "_fetch", lambda versions, key: fetched.append(key))
+    with monkeypatch.context() as short:
+        short.setattr("farcall.weights.offers.os.dup", refuse)
+        cluster.push(publisher)
+        cluster.settle()
+    assert len(fetched) == 1
 
 
 def test_a_block_that_cannot_be_mapped_is_not_waited_for_again(

@@ -146,11 +146,11 @@ def test_environment_stands_behind_arguments(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_secret_may_be_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "secret"
     monkeypatch.setenv("FARCALL_SECRET_FILE", str(path))
-    with pytest.raises(ValueError, match=r"FARCALL_SECRET_FILE\).*cannot be read"):
+    with pytest.raises(ValueError, match=r"FARCALL_SECRET_FILE\).*cannot read the secret file"):
         RpcBackendOptions()
     path.write_text("from a file of our own\n")
     path.chmod(0o620)
-    with pytest.raises(ValueError, match="others than its owner may write"):
+    with pytest.raises(ValueError, match="others may write"):
         RpcBackendOptions()
     path.chmod(0o600)
     assert value(RpcBackendOptions()) == b"from a file of our own"
@@ -236,7 +236,7 @@ def test_tls_by_option_and_by_environment(monkeypatch: pytest.MonkeyPatch, tmp_p
     ("choices", "kind", "why"),
     [
         ({}, ValueError, "needs ca"),
-        ({"ca": "/nowhere", "certificate": "/nowhere", "key": "/nowhere"}, ValueError, "no file"),
+        ({"ca": "/nowhere", "certificate": "/nowhere", "key": "/nowhere"}, ValueError, "does not exist"),
         ({"ca": 1}, TypeError, "a path"),
         ({"from_secret": True, "bind_names": True}, ValueError, "no certificates"),
         ({"check_hosts": 1}, TypeError, "check_hosts"),

@@ -66,7 +66,7 @@ class Contexts:
         if type(current) is Context and current.contexts is self:
             raise RpcError(
                 "Already have an autograd context id for this thread: contexts do not nest; leave that one first, or "
-                "work in it"
+                "use it"
             )
         if not self._watches_replicas:
             self._watch_replicas()
@@ -94,8 +94,8 @@ class Contexts:
         context = self._contexts.get(context_id)
         if context is None:
             raise RpcError(
-                f"Could not find autograd context with id: {context_id}; its `with` block has ended, or it never came "
-                "to this worker"
+                f"Could not find autograd context with id: {context_id}; its `with` block has ended, or no call of "
+                "it has reached this worker"
             )
         return context
 

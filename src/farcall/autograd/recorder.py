@@ -174,7 +174,7 @@ class Recorder:
                 )
         except RpcError as error:
             name = self.node.info.name
-            logger.warning("%s: a gradient message from %s went wrong: %s", name, peer.info.name, error)
+            logger.warning("%s: cannot handle a gradient message from %s: %s", name, peer.info.name, error)
         for local in passes:
             work = _Work(self, peer.number, local)
             is_last = local is passes[-1]

@@ -42,7 +42,7 @@ class MappedSegment:
     def __init__(self, descriptor: int, size: int) -> None:
         """Map what ``descriptor`` names, which the caller closes."""
         if size <= 0:
-            raise SegmentRefused(f"a segment of {size} bytes makes no sense")
+            raise SegmentRefused(f"a segment cannot have {size} bytes")
         try:
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
             really = os.fstat(descriptor).st_size
@@ -54,7 +54,7 @@ class MappedSegment:
         try:
             mapping = map_file(descriptor, size)
         except (OSError, ValueError, OverflowError) as error:
-            raise SegmentRefused(f"a segment of {size} bytes cannot be mapped: {error}") from error
+            raise SegmentRefused(f"cannot map a segment of {size} bytes: {error}") from error
         self.size: int = size
         # The view keeps the mapping, and every view of the view does: it is unmapped when the last one dies.
         self.view: memoryview = mapping

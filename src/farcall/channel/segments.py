@@ -286,7 +286,7 @@ class Arena:
         except OSError as error:
             # What there is stays in use; growing is not tried again, it would fail for every tensor.
             self._limit_bytes = self.total_bytes
-            logger.warning("no more shared memory, other large tensors go through the socket: %s", error)
+            logger.warning("shared memory is used up; further large tensors go over the socket: %s", error)
             return None
         self._next_id += 1
         self.segments[segment.id] = segment
@@ -341,5 +341,5 @@ def why_not_shared() -> str:
     try:
         Segment(0, PAGE_BYTES).close()
     except OSError as error:
-        return f"a memory file cannot be made: {error}"
+        return f"cannot make a memory file: {error}"
     return ""

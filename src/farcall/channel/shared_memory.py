@@ -150,7 +150,7 @@ class SegmentPool:
             block, count = lent.get((segment_id, offset), (None, 0))
             if block is None or not 0 < size <= block.size or count != 1 or block.holders != 1:
                 raise SegmentRefused(
-                    f"the peer gave back {size} bytes at {offset} of segment {segment_id}, not its own"
+                    f"the peer returned {size} bytes at {offset} of segment {segment_id}, which it does not hold"
                 )
             del lent[segment_id, offset]
         view, lease = leased(block.view[:size], self._on_tensor_death, block)

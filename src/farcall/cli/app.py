@@ -65,9 +65,9 @@ def demo(
 @app.command()
 def certificates(
     directory: Annotated[Path, typer.Argument(help="Folder for the authority and the certificates; made if needed.")],
-    hosts: Annotated[list[str], typer.Argument(help="Names or addresses under which the hosts are dialled.")],
+    hosts: Annotated[list[str], typer.Argument(help="Names or addresses that other hosts connect to.")],
     name: Annotated[
-        list[str] | None, typer.Option(help="A name of a worker that the certificates allow (bind_names); repeatable.")
+        list[str] | None, typer.Option(help="Name of a worker that the certificates are for (bind_names); repeatable.")
     ] = None,
     days: Annotated[int, typer.Option(min=1, help="How long the certificates are valid.")] = 365,
 ) -> None:
@@ -79,7 +79,9 @@ def certificates(
         console.print(
             f"{host}: FARCALL_TLS_CA={directory / 'ca.pem'} FARCALL_TLS_CERT={certificate} FARCALL_TLS_KEY={key}"
         )
-    console.print(f"Give each host its own files and ca.pem; keep {directory / 'ca.key'} where you are.")
+    console.print(
+        f"Copy ca.pem and its own two files to each host. Keep {directory / 'ca.key'} here: it makes new certificates."
+    )
 
 
 @app.command(
@@ -156,7 +158,7 @@ def stacks(
     cluster: _Cluster = "",
     full: Annotated[bool, typer.Option("--full", help="Whole stacks, not only the innermost line.")] = False,
     between: Annotated[
-        float, typer.Option(min=0.05, help="Seconds between two looks: threads that have not moved are stuck.")
+        float, typer.Option(min=0.05, help="Seconds between two samples; a thread that has not moved counts as stuck.")
     ] = 0.3,
 ) -> None:
     """Show calls that wait for each other, and their lines; exits with 1 if something is stuck for good."""
@@ -171,7 +173,7 @@ def stacks(
 def top(
     connect: _Connect = "",
     cluster: _Cluster = "",
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one table and end, for scripts.")] = False,
 ) -> None:
     """Show workers, calls per second, latencies, bytes, queues and references, live."""
@@ -248,7 +250,7 @@ def build() -> None:
 
 @app.command()
 def bench(
-    quick: Annotated[bool, typer.Option("--quick", help="Two short rounds: an impression, no proof.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Two short rounds, for a first impression.")] = False,
     only: Annotated[
         str, typer.Option(metavar="PATTERN", help="Only cases whose name matches this regular expression.")
     ] = "",
@@ -296,14 +298,16 @@ def doctor(
     ] = None,
     listen: Annotated[
         int | None,
-        typer.Option(metavar="PORT", min=0, max=65535, help="Port for visits of other hosts' doctors; 0: any."),
+        typer.Option(metavar="PORT", min=0, max=65535, help="Port for the doctors of other hosts; 0: any free one."),
     ] = None,
     init_method: Annotated[
-        str, typer.Option(metavar="URL", help="Meeting place of members; by default that of the environment.")
+        str, typer.Option(metavar="URL", help="Where workers meet (init_method); default: from the environment.")
     ] = "env://",
     on: Annotated[
         str | None,
-        typer.Option(metavar="SITE", help="What farcall.launch(on=SITE) needs: ssh HOST..., slurm, ray or kubernetes."),
+        typer.Option(
+            metavar="SITE", help="Check what farcall.launch(on=SITE) needs: ssh HOST..., slurm, ray or kubernetes."
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:

@@ -39,7 +39,7 @@ def make_certificates(
         raise SystemExit("making certificates needs the cryptography package: pip install 'farcall[tls]'") from error
     for host in hosts:
         if not host or "/" in host or host in (".", "..", "ca"):
-            raise SystemExit(f"{host!r} is no name of a host")
+            raise SystemExit(f"{host!r} is not a valid host name")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     authority, authority_key = _authority(directory)
     made = []
@@ -74,7 +74,7 @@ def _authority(directory: Path) -> tuple[x509.Certificate, EllipticCurvePrivateK
             key = load_pem_private_key(key_file.read_bytes(), None)
             certificate = x509.load_pem_x509_certificate(certificate_file.read_bytes())
         except (OSError, ValueError) as error:
-            raise SystemExit(f"the authority in {directory} cannot be used: {error}") from error
+            raise SystemExit(f"cannot use the authority in {directory}: {error}") from error
         assert isinstance(key, EllipticCurvePrivateKey)
         return certificate, key
     key = _new_key()

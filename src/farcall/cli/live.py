@@ -191,7 +191,7 @@ def write_trace(console: Console, observer: Observer, seconds: float, output: Pa
         soft_wrap=True,
     )
     if found.harvest.dropped:
-        console.print(f"{found.harvest.dropped} more operators did not fit", style="yellow")
+        console.print(f"{found.harvest.dropped} operators were left out: the recording was full", style="yellow")
     for worker in found.missing:
         why = worker.gone or "it did not answer in time"
-        console.print(Text(f"not in it: {worker.name} ({why})", style="yellow"))
+        console.print(Text(f"not recorded: {worker.name} ({why})", style="yellow"))

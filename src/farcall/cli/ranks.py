@@ -82,14 +82,14 @@ def _meet_in_folder(environ: Mapping[str, str]) -> dict[str, str]:
     give_up_at = time.monotonic() + MEETING_S
     while not file.exists():  # a moment, as mpirun starts all ranks together
         if time.monotonic() > give_up_at:
-            raise InitError(f"rank 0 of this mpirun has not told its port within {MEETING_S:.0f} s ({file})")
+            raise InitError(f"rank 0 of this mpirun did not write its port to {file} within {MEETING_S:.0f} s")
         time.sleep(LOOK_S)
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": file.read_text()}
 
 
 def _ask_user(environ: Mapping[str, str]) -> dict[str, str]:
     raise InitError(
-        "mpirun does not say on which host rank 0 is: export MASTER_ADDR (that host), MASTER_PORT (a free port there) "
+        "mpirun does not name the host of rank 0: export MASTER_ADDR (that host), MASTER_PORT (a free port there) "
         "and FARCALL_SECRET, and start with `mpirun -x MASTER_ADDR -x MASTER_PORT -x FARCALL_SECRET ...`"
     )
 

@@ -55,7 +55,7 @@ def show(console: Console, observer: Observer, between_s: float, full: bool) -> 
     for snapshot in heard.answers:
         display.worker(snapshot)
     if not troubles:
-        console.print("Nothing is stuck as far as can be seen.", style="green")
+        console.print("Nothing seems stuck.", style="green")
     return bool(troubles)
 
 

@@ -132,10 +132,10 @@ class Team:
         before = self._members[rank].process
         before.join(timeout_s)
         if before.exitcode is None:
-            raise MemberLost(f"{before.name} has not ended: it cannot be started again")
+            raise MemberLost(f"cannot restart {before.name}: it has not ended")
         with self._starting:
             if self._ended:
-                raise MemberLost(f"{before.name} is not started again: the team was ended")
+                raise MemberLost(f"cannot restart {before.name}: the team has ended")
             member = self._members[rank] = self._start(rank)
         self._receive(member, timeout_s)
 
@@ -187,7 +187,7 @@ class Team:
         self._directory.cleanup()
         left = [member.process.name for member in self._members if member.process.exitcode is None]
         if left:
-            raise MemberLost(f"still there {KILL_TIMEOUT_S:.0f} s after SIGKILL: {', '.join(left)}")
+            raise MemberLost(f"still running {KILL_TIMEOUT_S:.0f} s after SIGKILL: {', '.join(left)}")
 
     def _receive(self, member: _Member, timeout_s: float) -> Any:
         if not member.pipe.poll(max(0.0, timeout_s)):

@@ -84,7 +84,7 @@ def install() -> None:
         if _installed:
             return
         if not torch.distributed.is_available():
-            raise RuntimeError("this torch was built without torch.distributed, whose stores farcall needs")
+            raise RuntimeError("farcall needs torch.distributed, and this torch was built without it")
         native = sys.modules.get("torch._C._distributed_rpc")
         if native is not None and native._is_current_rpc_agent_set():
             raise RuntimeError(
@@ -110,7 +110,7 @@ def uninstall() -> None:
         from farcall.runtime.node.current import slot
 
         if slot.runtime is not None:
-            raise RuntimeError("farcall cannot be taken away while it runs: call shutdown() first")
+            raise RuntimeError("cannot uninstall farcall while it runs: call shutdown() first")
         while _undo:
             _undo.pop()()
         _give_back()

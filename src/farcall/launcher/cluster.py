@@ -84,9 +84,11 @@ class Cluster:
         options: RpcBackendOptions,
     ) -> None:
         if "tcp" not in options.allowed_transports:
-            raise LaunchFailed('workers dial a TCP port of this program: let its options\' transports have "tcp"')
+            raise LaunchFailed('workers connect to this program over TCP: add "tcp" to the transports in its options')
         if ship and (options.allowed is not None or INSTALLED.allowance is not None):
-            raise LaunchFailed("ship=True sends code, and farcall.allow refuses it: install it at the workers' hosts")
+            raise LaunchFailed(
+                "ship=True sends code, which farcall.allow forbids: install the code on the workers' hosts"
+            )
         self._on_start = on_start
         self._start_timeout_s = start_timeout_s
         self._environment = environment
@@ -135,7 +137,7 @@ class Cluster:
             if worker in (one.name, one.rank):
                 return Worker(one.name, node=self._node)
         names = ", ".join(one.name for one in self._supervisor.workers())
-        raise UnknownWorker(f"no worker {worker!r} was launched: there are {names}")
+        raise UnknownWorker(f"this cluster has no worker {worker!r}: its workers are {names}")
 
     @property
     def workers(self) -> list[Worker]:
@@ -202,7 +204,7 @@ class Cluster:
         gone = [one for one in self._supervisor.workers() if one.name in names]
         if not self._supervisor.wait(lambda: not any(one.has_process for one in gone), FIRST_CALL_S):
             late = ", ".join(one.name for one in gone if one.has_process)
-            raise RpcError(f"the engine has not ended {late} within {FIRST_CALL_S:g} s")
+            raise RpcError(f"the engine did not end {late} within {FIRST_CALL_S:g} s")
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every worker runs: those that are starting, or are started again. Raises if one died for good."""
@@ -281,7 +283,9 @@ class Cluster:
         told = "\n".join(f"{name} {account}" for name, account in missing.items())
         late = "" if in_time else f" within {timeout_s:g} s"
         cause = next((one.error for one in workers if one.error is not None), None)
-        raise LaunchFailed(f"{len(missing)} of {len(workers)} workers do not run{late}:\n{told}", missing) from cause
+        raise LaunchFailed(
+            f"{len(missing)} of {len(workers)} workers are not running{late}:\n{told}", missing
+        ) from cause
 
     # What the supervisor needs: `Crew`.
 
@@ -369,8 +373,8 @@ def _allowed_at_workers() -> dict[str, str | list[str]] | None:
     own = [name for name in table["functions"] if name.startswith("__main__:")]
     if own:
         raise LaunchFailed(
-            f"farcall.allow names {', '.join(own)}, which workers cannot import, and code is not sent to workers that "
-            "are told what to allow: define it in a module"
+            f"farcall.allow names {', '.join(own)}, which workers cannot import: define it in a "
+            "module, since farcall.allow forbids sending code"
         )
     return table
 

@@ -143,7 +143,7 @@ class CommandEngine:
         if self._thread.is_alive():
             with self._lock:
                 names = ", ".join(spec.name for spec in self._children)
-            raise EngineError(f"still there {CLOSE_S:.0f} s after they were killed: {names}")
+            raise EngineError(f"still running {CLOSE_S:.0f} s after SIGKILL: {names}")
         with self._lock:
             self._thread = None
             os.close(self._wake_write)

@@ -134,7 +134,7 @@ def find_engine(on: str | Engine, options: dict[str, Any]) -> Engine:
     """The engine of that name, with these options."""
     if not isinstance(on, str):
         if options:
-            raise TypeError(f"launch has no argument {', '.join(options)}: give it to the engine")
+            raise TypeError(f"launch has no argument {', '.join(options)}: pass it to the engine")
         return on
     kind = engine_class(on)
     unknown = [name for name in options if name not in inspect.signature(kind).parameters]

@@ -59,7 +59,7 @@ class Parcel:
                 if patient.call(enter_parcel, self.name, self._path):
                     return
                 patient.call(unpack_parcel, self.name, self._data)
-        raise LaunchFailed(f"{worker.name}: others delete the directory that was sent, again and again")
+        raise LaunchFailed(f"{worker.name}: the directory that ship=True sent was deleted again and again")
 
 
 def _pack(directory: str) -> bytes:
@@ -93,7 +93,7 @@ def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 def _files(directory: str) -> list[str]:
     """The files below ``directory`` that git would not ignore, by relative path."""
     if shutil.which("git") is None:
-        raise LaunchFailed("ship=True reads .gitignore by git, which is not installed here")
+        raise LaunchFailed("ship=True needs git, which is not installed here")
     # A repository of its own, so that it works outside one, and so that files of an outer one's index do not matter.
     with tempfile.TemporaryDirectory(prefix="farcall-ship-") as scratch:
         _git(directory, "init", "-q", "--bare", scratch)
@@ -112,7 +112,7 @@ def _git(directory: str, *words: str) -> bytes:
     try:
         done = subprocess.run(["git", *words], cwd=directory, capture_output=True, timeout=_LIST_S)
     except subprocess.TimeoutExpired:
-        raise LaunchFailed(f"ship=True: git has not listed {directory} within {_LIST_S:g} s") from None
+        raise LaunchFailed(f"ship=True: git did not list {directory} within {_LIST_S:g} s") from None
     if done.returncode:
         raise LaunchFailed(f"ship=True: git cannot list {directory}: {done.stderr.decode(errors='replace').strip()}")
     return done.stdout
@@ -140,7 +140,7 @@ def unpack_parcel(name: str, data: bytes) -> None:
     """Put the directory where `enter_parcel` finds it, at once and whole."""
     folder = _folder(name)
     if hashlib.sha256(data).hexdigest() != name:
-        raise ValueError("the directory that was sent is not the one that was packed")
+        raise ValueError("the directory arrived damaged")
     scratch = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         # Of Python 3.11.4. Links may lead out of the directory: to data that has the same path everywhere.

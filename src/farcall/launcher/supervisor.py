@@ -129,7 +129,7 @@ class Supervisor:
         """Start these, by name and rank."""
         with self._lock:
             if self._closing:
-                raise RpcError("this cluster has ended: farcall.launch makes another one")
+                raise RpcError("this cluster has ended: start another one with farcall.launch")
             added = [Supervised(name, rank, self._restarts) for name, rank in workers]
             self._workers.update((worker.name, worker) for worker in added)
         self._inbox.put(lambda: self._start(added))
@@ -225,13 +225,13 @@ class Supervisor:
         try:
             self._crew.show(spec, data)
         except (OSError, ValueError) as error:
-            logger.info("what %s wrote cannot be shown: %s", spec.name, error)
+            logger.info("cannot show the output of %s: %s", spec.name, error)
 
     def _tick(self) -> None:
         try:
             self._crew.tick()
         except (OSError, ValueError) as error:
-            logger.info("the state of the workers cannot be shown: %s", error)
+            logger.info("cannot show the state of the workers: %s", error)
 
     def _stop(self) -> None:
         """A mark in the inbox: the thread ends there."""
@@ -339,7 +339,7 @@ class Supervisor:
             logger.info("%s: %s -> %s%s", worker.name, before, worker.state, f" ({why})" if why else "")
             if worker.state is State.BACKING_OFF:
                 again = f"{worker.life.number + 1} of {self._restarts.most}"
-                logger.warning("%s failed and is started again (%s): %s", worker.name, again, why)
+                logger.warning("%s failed; restarting it (%s): %s", worker.name, again, why)
             self._lock.notify_all()
 
     def _remove(self, worker: Supervised) -> bool:

@@ -41,7 +41,7 @@ def read_spec() -> WorkerSpec:
         piece = os.read(0, 1 << 16)
         line += piece
         if not piece or len(line) > MAX_SPEC_BYTES:
-            raise SystemExit("farcall: this is the process of a worker; farcall.launch starts it")
+            raise SystemExit("farcall: farcall.launch starts this program; do not run it yourself")
     spec = WorkerSpec.decode(line)
     from farcall.launcher.lifeline import hold  # for Linux alone, and the driver imports this module
 
@@ -62,8 +62,8 @@ def take_place(spec: WorkerSpec) -> None:
             os.chdir(spec.directory)
         except OSError as error:
             raise RuntimeError(
-                f"{spec.name}: no working directory {spec.directory} here ({error.strerror}): "
-                "launch(directory=...) names another one, launch(ship=True) brings this one along"
+                f"{spec.name} finds no directory {spec.directory} on its host ({error.strerror}): name another with "
+                "launch(directory=...), or send this one with launch(ship=True)"
             ) from None
     first = spec.path[:1]
     sys.path[:] = [
@@ -103,7 +103,7 @@ def serve(spec: WorkerSpec) -> None:
     runtime = current_runtime()
     while not _end.wait(LOOK_S):
         if not runtime.running:
-            raise RpcError(f"{spec.name} is no member any more")  # the others hold it for dead
+            raise RpcError(f"{spec.name} is no longer a member")  # the others hold it for dead
     try:
         farcall.shutdown(timeout=END_S)
     except RpcError:

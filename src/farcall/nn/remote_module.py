@@ -246,7 +246,7 @@ def parse_remote_device(text: str | WorkerInfo) -> RemoteDevice:
     if place.startswith("rank:"):
         number = place.removeprefix("rank:")
         if not number.isdecimal():
-            raise BadRemoteDevice(f"could not parse the remote device {text!r}: {number!r} is no rank")
+            raise BadRemoteDevice(f"could not parse the remote device {text!r}: {number!r} is not a rank")
         return RemoteDevice(int(number), device)
     return RemoteDevice(place, device)
 

@@ -144,7 +144,7 @@ class Answering:
         self._node.call_soon(lambda: tell(data))
 
     def _went_wrong(self, subject: str) -> None:
-        logger.exception("%s: a question about %r went wrong; please report this", self._node.info.name, subject)
+        logger.exception("%s: cannot answer a question about %r; please report this", self._node.info.name, subject)
 
     def _on_member_asks(self, peer: RemotePeer, ask: Ask) -> None:
         me = self._node.info.name

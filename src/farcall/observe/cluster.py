@@ -265,7 +265,7 @@ class profile:
         if self._name:
             raise RuntimeError("a farcall.profile can be entered once: make a new one")
         if THREAD.collector is not None or is_profiled():
-            raise RuntimeError("this thread is inside a profiler already: leave it first, or use one of the two")
+            raise RuntimeError("this thread already runs a profiler: leave it first")
         node = self._runtime = self._runtime or current_runtime()
         self._name = secrets.token_hex(8)
         self._others = [worker for worker in node.workers() if worker.id != node.info.id]

@@ -28,6 +28,7 @@ from farcall.runtime.observing.event_log import INTERRUPTED, RECONNECTED
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.transport.interface import Absent
 from farcall.weights.node import Weights
+from farcall.weights.version import WeightsMetrics
 
 
 class Histogram(msgspec.Struct, frozen=True, array_like=True):
@@ -108,25 +109,6 @@ class StreamMetrics(msgspec.Struct, frozen=True, array_like=True):
     open: int = 0
     items_read: int = 0
     items_written: int = 0
-
-
-class WeightsMetrics(msgspec.Struct, frozen=True, array_like=True):
-    """One name that a worker publishes, or subscribes to."""
-
-    name: str
-    role: str
-    """"publishes" or "subscribes"."""
-    state: str
-    """As `protocol/weights` calls it: "published", "superseded", "subscribed", "orphaned" ..."""
-    epoch: int
-    number: int
-    """The newest version pushed here, or ready here; 0: none yet."""
-    size_bytes: int
-    """Of the tensors of that version."""
-    versions: int
-    """How many are kept here."""
-    total: int
-    """How many were pushed here, or became the newest one here, so far."""
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, array_like=True):
@@ -250,7 +232,7 @@ def collect(node: Runtime) -> Metrics:
         },
         batches=[] if batches is None else [BatchMetrics(name, *one) for name, one in list(batches.counts.items())],
         streams=StreamMetrics() if streams is None else StreamMetrics(*streams.counts()),
-        weights=[] if weights is None else [WeightsMetrics(*one) for one in weights.figures()],
+        weights=[] if weights is None else weights.metrics(),
         weights_bytes=0 if weights is None else weights.blocks.total_bytes,
         device_memory=DeviceMemory() if node.devices is None else DeviceMemory(*node.devices.stats()),
         cpu_s=time.process_time(),

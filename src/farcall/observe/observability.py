@@ -52,7 +52,7 @@ class Observability:
             server = MetricsServer(runtime, observing.metrics_host, observing.metrics_port, tls)
             runtime.hooks.ended.append(server.close)
             self.metrics_port = server.port
-            logger.info("%s: metrics are served at port %d", runtime.info.name, server.port)
+            logger.info("%s serves metrics on port %d", runtime.info.name, server.port)
         if options.observing.dashboard_port is not None:
             self._serve_dashboard(options.observing.dashboard_port)
 
@@ -103,6 +103,8 @@ class Observability:
             file = PresenceFile(runtime_directory(directory), presence)
         except OSError as error:
             level = logging.INFO if directory is None else logging.WARNING
-            logger.log(level, "%s: commands will not find this node: %s", runtime.info.name, error)
+            logger.log(
+                level, "%s: farcall top, stacks and trace will not find this worker: %s", runtime.info.name, error
+            )
         else:
             runtime.hooks.ended.append(file.remove)

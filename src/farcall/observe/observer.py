@@ -86,7 +86,7 @@ class Observer:
         try:
             nodes = find_nodes(directory)
         except OSError as error:
-            raise NothingToObserve(f"workers of this host cannot be found: {error}") from error
+            raise NothingToObserve(f"cannot look for workers on this host: {error}") from error
         wanted = [
             one
             for one in nodes
@@ -105,14 +105,14 @@ class Observer:
                 f"{', '.join(member.name for member in wanted if member.cluster_id == cluster_id)}"
                 for cluster_id, one in clusters.items()
             ]
-            raise NothingToObserve("there are several clusters: choose one with --cluster\n" + "\n".join(lines))
+            raise NothingToObserve("several clusters run here: choose one with --cluster\n" + "\n".join(lines))
         failures = []
         for one in wanted:
             try:
                 return cls.connect_any(one.addresses, one.observer_key(), one.cluster_id, one.name, options)
             except (TransportError, NetworkError, ValueError) as error:
                 failures.append(f"{one.name} (process {one.process_id}): {error}")
-        raise NothingToObserve("no worker of the cluster could be reached: " + "; ".join(failures))
+        raise NothingToObserve("cannot reach any worker of the cluster: " + "; ".join(failures))
 
     @classmethod
     def connect_any(

@@ -49,7 +49,7 @@ class MetricsServer:
                 protect = partial(tls.web, for_members=True)
                 self._server = WebServer("farcall-metrics", host, port, answer, protect=protect)
         except OSError as error:
-            raise InitError(f"metrics cannot be served on {host}:{port} (option metrics_port): {error}") from error
+            raise InitError(f"cannot serve metrics on {host}:{port} (option metrics_port): {error}") from error
         self._server.start()
         self.port: int = self._server.port
         """The port that was asked for, or chosen."""

@@ -94,12 +94,14 @@ def _groups_by_owner(parameters: Iterable[RRef[torch.Tensor] | Mapping[str, Any]
     found: dict[WorkerInfo, list[Group]] = {}
     for group in groups:
         if not isinstance(group, Mapping):
-            raise TypeError("params_rref holds references or groups of them, not both")
+            raise TypeError("params_rref must hold references or groups of them, not both")
         options = {key: value for key, value in group.items() if key != "params"}
         of_owner: dict[WorkerInfo, list[RRef[torch.Tensor]]] = {}
         for rref in group["params"]:
             if not isinstance(rref, RRef):
-                raise TypeError(f"params_rref holds references to parameters (farcall.RRef), not {type(rref).__name__}")
+                raise TypeError(
+                    f"params_rref must hold references to parameters (farcall.RRef), not {type(rref).__name__}"
+                )
             of_owner.setdefault(rref.owner(), []).append(rref)
         for owner, rrefs in of_owner.items():
             found.setdefault(owner, []).append({"params": rrefs, **options})

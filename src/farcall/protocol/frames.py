@@ -311,7 +311,9 @@ class FrameDecoder:
                     if self._chunk is not None:
                         break
                     continue
-                raise FrameError(f"the peer sent {bytes(staging[start : start + 8])!r}, which starts no frame")
+                raise FrameError(
+                    f"the peer sent {bytes(staging[start : start + 8])!r}, which is not the start of a frame"
+                )
             after_table = start + 40 + 24 * buffer_count
             if after_table <= self._end:
                 # Most frames are here as a whole, and need no account of their parts.

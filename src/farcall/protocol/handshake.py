@@ -266,7 +266,7 @@ class Handshake:
         if self._side is Side.LISTENER and not self._is_meant(peer):
             raise refuse(
                 RefusalReason.WRONG_ADDRESS,
-                f"{peer.member.name!r} dialled {peer.dialled!r}, which is no address of this node's: somebody relays "
+                f"{peer.member.name!r} dialled {peer.dialled!r}, which is not an address of this node: somebody relays "
                 "the connection, or the address is stale",
             )
         # Checked before the dialer proves anything: an unwanted peer gets no proof to guess the secret from.

@@ -65,13 +65,13 @@ def batched(*, max_size: int = 64, within_s: float = 0.002, again_alone: bool = 
         if parameters not in (1, 2):
             raise TypeError(f"{func.__qualname__}() takes {parameters} parameters: a batched function takes one list")
         if again_alone and inspect.iscoroutinefunction(func):
-            raise TypeError(f"{func.__qualname__}() is an async def, for which there is no again_alone")
+            raise TypeError(f"{func.__qualname__}() is an async def: leave out again_alone")
         rules = Rules(func, max_size, within_s, again_alone)
 
         @functools.wraps(func)
         def call(*args: Any) -> Any:
             if len(args) != parameters:
-                raise TypeError(f"{func.__qualname__}() takes one argument of its batch, not {len(args)}")
+                raise TypeError(f"{func.__qualname__}() is batched and takes one argument, not {len(args)}")
             owner, argument = (None, args[0]) if parameters == 1 else args
             try:
                 node = current_runtime()

@@ -144,7 +144,7 @@ class Completions(Generic[F]):
                 return found
 
     def _late(self) -> TimeoutError:
-        return TimeoutError(f"{self._left} futures are not done within {self._timeout:g} s; their calls go on")
+        return TimeoutError(f"{self._left} futures are not done after {self._timeout:g} s; their calls continue")
 
 
 def as_completed(futures: Iterable[F], timeout: float | None = None) -> Completions[F]:

@@ -103,7 +103,7 @@ class Future(Outcome[T], PendingCall):
                     if not self.done():
                         raise TimeoutError(
                             f"{self.peer.info.name} has not answered {name_of(self.what)}() within {timeout:g} s; "
-                            "the call goes on (cancel() ends it)"
+                            "the call continues (cancel() ends it)"
                         )
         if self._stamp is not None:
             self._stamp.wait()  # the current streams do, the host does not

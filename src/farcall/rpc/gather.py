@@ -77,7 +77,7 @@ class _Gathers:
         deadline = monotonic() + timeout_s if timeout_s else NEVER
         me = self._node.me
         if group[0] != (me.info.name, me.incarnation):
-            raise PeerDead(f"{me.info.name} was started anew since {name} heard of it", Delivery.NOT_SENT)
+            raise PeerDead(f"{me.info.name} has restarted since {name} met it", Delivery.NOT_SENT)
         with self._lock:
             failure = self._failed.get((group, number))
             if failure is not None:
@@ -150,7 +150,7 @@ def gather(node: Runtime, value: T, names: Iterable[str] | None, timeout_s: floa
         raise RpcError(f"{node.info.name} is not one of the workers of this gather: {', '.join(sorted(chosen))}")
     unknown = chosen - members
     if unknown:
-        raise RpcError(f"these are no workers of this cluster: {', '.join(sorted(unknown))}")
+        raise RpcError(f"not workers of this cluster: {', '.join(sorted(unknown))}")
     group: Group = tuple((name, node.peer(name).incarnation) for name in sorted(chosen))
     timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
     number = node.part(_Gathers).next_number(group)

@@ -140,7 +140,7 @@ class Worker:
         if self._metadata is not None:
             return self._labelled(Worker.stream, func, args, kwargs)  # type: ignore[no-any-return]
         if self._retry is not None:
-            raise ValueError("a stream cannot be tried again once items were taken: use a handle without retry")
+            raise ValueError("a stream cannot be retried once items were read: use a handle without retry")
         return open_stream(self._calling(), self.name, func, args, kwargs, self._timeout)
 
     def _labelled(self, make: Callable[..., Any], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -186,7 +186,7 @@ def _arrived(
 
 def _check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     if not all(isinstance(key, str) and isinstance(value, str) for key, value in metadata.items()):
-        raise TypeError(f"metadata must be texts by name, a dict of str to str, not {metadata!r}")
+        raise TypeError(f"metadata must be a dict of str to str, not {metadata!r}")
     return dict(metadata)
 
 

@@ -248,7 +248,7 @@ class _Map:
             more = self._roster.wait()
         self._recruit()
         if not self._free and not more:
-            raise self._last_error or UnknownWorker("map found no worker that runs")
+            raise self._last_error or UnknownWorker("map found no running worker")
 
 
 @contextmanager

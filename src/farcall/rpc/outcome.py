@@ -233,7 +233,7 @@ class DerivedFuture(Outcome[T]):
             with waiting_here():
                 finished.wait(-1 if timeout is None else max(0.0, timeout))
             if not self.done():
-                raise TimeoutError(f"not done within {timeout:g} s; what it waits for goes on")
+                raise TimeoutError(f"not done within {timeout:g} s; the calls it waits for continue")
         if self._stamp is not None:
             self._stamp.wait()
         return torch.futures.Future.wait(self)

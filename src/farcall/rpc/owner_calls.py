@@ -243,7 +243,7 @@ def _check_not_within(owned: Owned, what: Callable[..., Any]) -> None:
     if isinstance(request, Request) and owned.turns is not None and request.frame.turns is owned.turns:
         inner, outer = name_of(what), request.function_name
         raise RpcError(
-            f"{outer}() waits for {inner}() of its own object, whose calls run one at a time: neither could go on. "
+            f"{outer}() waits for {inner}() of its own object, whose calls run one at a time: neither can continue. "
             f"Call self.{inner}(), or await the call from an async def"
         )
 

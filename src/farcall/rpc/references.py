@@ -316,8 +316,8 @@ class NodeReferences:
                 may_come = creator != self._machine.me and creator not in self._lost and self._values.may_come(ref)
                 if not may_come and not self._machine.lists(ref):
                     raise ReferenceLost(
-                        f"{self.node.info.name} has no value {ref.created_on}:{ref.local_id}: nobody referred to "
-                        "it any more, or references were given up at a shutdown"
+                        f"{self.node.info.name} has no value {ref.created_on}:{ref.local_id}: its last "
+                        "reference was dropped, or a shutdown dropped all"
                     )
                 owned = self._values.place(ref)
         return owned

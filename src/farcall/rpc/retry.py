@@ -271,8 +271,7 @@ class RetryingCreation(Creation):
                 in_time = done.wait(-1 if call.deadline == NEVER else max(0.0, call.deadline - monotonic()))
             if not in_time:
                 raise RpcTimeout(
-                    f"{call.peer.info.name} has not yet created the value that the call is for, "
-                    f"and {call.timeout_s:g} s are over",
+                    f"{call.peer.info.name} did not create the value that the call is for within {call.timeout_s:g} s",
                     Delivery.NOT_SENT,
                 )
 
@@ -313,7 +312,7 @@ class RetryingCreation(Creation):
             self.on_failure(
                 error
                 if isinstance(error, RpcError)
-                else RpcError(f"the call to {self.peer.info.name} could not be sent again: {error}")
+                else RpcError(f"cannot send the call to {self.peer.info.name} again: {error}")
             )
 
 

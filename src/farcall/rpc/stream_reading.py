@@ -241,7 +241,9 @@ class Incoming(Reader):
         """Have the writer begin: with the first wait for an item, not before."""
         if not self.began:
             if isinstance(self._request, Request) and not self._request.is_open:
-                raise RpcError("the call that brought this stream has ended: begin to read it in the called function")
+                raise RpcError(
+                    "the call that brought this stream has ended: start to read it inside the called function"
+                )
             self.began = True
             told = self._machine.take(0, 0)
             assert told is not None

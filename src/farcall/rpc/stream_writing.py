@@ -310,8 +310,8 @@ class StreamRequest(Request):
         else:
             self._fail(
                 TypeError(
-                    f"{self.function_name}() was called as a stream, and returned a {type(source).__name__}: a stream "
-                    "is of a generator, an async generator, or a function that returns something to iterate over"
+                    f"{self.function_name}() was called as a stream, and returned a {type(source).__name__}: return "
+                    "an iterable, or make it a generator or an async generator"
                 )
             )
 
@@ -384,5 +384,5 @@ def _pump(writer: Writer, source: Iterable[Any]) -> BaseException | None:
             close()  # a generator's ``finally`` runs here and now
         except BaseException as raised:
             error = raised if not isinstance(error, Closed) else error
-            logger.warning("a generator of a stream could not be closed: %s: %s", type(raised).__name__, raised)
+            logger.warning("cannot close the generator of a stream: %s: %s", type(raised).__name__, raised)
     return error

@@ -152,13 +152,13 @@ class Outgoing(Generic[T]):
 
     def __init__(self, source: Iterable[T]) -> None:
         if not isinstance(source, Iterable):
-            raise TypeError(f"outgoing takes something to iterate over, not a {type(source).__name__}")
+            raise TypeError(f"outgoing takes an iterable, not a {type(source).__name__}")
         self._source = source
         self._context = contextvars.copy_context()
         self._was_sent = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise SerializationError("farcall.outgoing(...) is for arguments of calls: nothing else can read it")
+        raise SerializationError("pass farcall.outgoing(...) as an argument of a call; it cannot travel otherwise")
 
 
 def outgoing(source: Iterable[T]) -> Stream[T]:
@@ -425,7 +425,7 @@ def check_no_gradients() -> None:
     """Raise inside a distributed autograd context."""
     if RECORDING.get() is not None:
         raise RpcError(
-            "a stream carries no gradients: leave the distributed autograd context for it, or make one call per item"
+            "a stream carries no gradients: use it outside the distributed autograd context, or make one call per item"
         )
 
 

@@ -102,7 +102,7 @@ class Allowance:
         self.trust: Literal["calls", "data"] = trust
         self.classes: frozenset[tuple[str, str]] = frozenset(map(_name_of, classes))
         if self.classes and trust == "data":
-            raise ValueError("with trust='data' nothing but plain data and tensors is taken: leave classes out")
+            raise ValueError("trust='data' accepts plain data and tensors only: leave classes out")
         named = {_name_of(function) for function in functions} | self.classes
         self._named = named
         self._functions = frozenset(f"p{module}\0{name}".encode() for module, name in named) | {
@@ -179,7 +179,7 @@ def read_table(path: str) -> Allowance:
     try:
         table = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise InitError(f"there is no table of what is allowed at {path!r}: {error}") from error
+        raise InitError(f"cannot find the table of allowed functions at {path!r}: {error}") from error
     if not isinstance(table, Mapping) or not set(table) <= {"functions", "classes", "trust"}:
         raise InitError(f"the table at {path!r} must be a dict with 'functions', 'classes' and 'trust'")
     return Allowance(table.get("functions", ()), table.get("classes", ()), table.get("trust", "calls"))
@@ -369,7 +369,7 @@ def _name_of(value: Any) -> tuple[str, str]:
     if not isinstance(home, str) or not isinstance(own, str):
         raise TypeError(f"{value!r} is neither a function or class of a module, nor the name of one, 'module:name'")
     if "<" in own:
-        raise ValueError(f"{value!r} was defined inside a function: others cannot name it")
+        raise ValueError(f"{value!r} was defined inside a function: define it at the top level of a module")
     return ("__main__" if home == "__mp_main__" else home), own
 
 

@@ -101,7 +101,7 @@ def load_code(data: bytes) -> Any:
         cloudpickle: Any = importlib.import_module("cloudpickle")
     except ModuleNotFoundError:
         raise FunctionNotFound(
-            "the caller sent code by value (of a notebook, a REPL, or a lambda), and this worker lacks cloudpickle: "
+            "the caller sent code by value (from a notebook, a REPL, or a lambda), and this worker lacks cloudpickle: "
             "pip install 'farcall[notebook]'"
         ) from None
     return cloudpickle.loads(data)

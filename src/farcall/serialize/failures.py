@@ -78,7 +78,7 @@ def decode_failure(frame: Frame, peer: Any = None) -> BaseException:
     try:
         type_name, message, remote_traceback, reduction = read_value(Frame(FAILURE, payload=frame.payload))
     except Exception as error:
-        return RemoteError(f"the call failed, and so did reading why: {type(error).__name__}: {error}")
+        return RemoteError(f"the call failed, and its error cannot be read: {type(error).__name__}: {error}")
     rebuilt: BaseException | None = None
     if reduction is None and not INSTALLED.takes_pickles:
         rebuilt = _by_name(type_name, message)

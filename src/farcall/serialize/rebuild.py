@@ -185,7 +185,7 @@ def find_operator(name: str) -> Any:
     namespace, operator, *overload = name.split(".")
     found: Any = getattr(getattr(torch.ops, namespace), operator)
     if not isinstance(found, torch._ops.OpOverloadPacket) or len(overload) > 1:
-        raise FunctionNotFound(f"{name!r} is no operator of torch's")
+        raise FunctionNotFound(f"{name!r} is not an operator of torch")
     if not overload:
         return found
     if overload[0] not in found.overloads():  # type: ignore[no-untyped-call]
@@ -212,7 +212,7 @@ def _dtype(code: int | str) -> torch.dtype:
     dtype = DTYPES.get(code)
     if dtype is None:
         name = _DTYPE_NAMES[code] if isinstance(code, int) else code
-        raise SerializationError(f"the sender's torch has a dtype {name}, this one ({torch.__version__}) has not")
+        raise SerializationError(f"the sender's torch has a dtype {name}, which this torch ({torch.__version__}) lacks")
     return dtype
 
 

@@ -80,8 +80,8 @@ def build() -> Path:
             _check_owner(library)
     except OSError as error:
         raise RpcError(
-            f"the extension for RPC in TorchScript code cannot be kept in {directory}: {error}. Set FARCALL_CACHE to a "
-            "directory that can be written"
+            f"the extension for RPC in TorchScript code cannot be stored in {directory}: {error}. Set FARCALL_CACHE to "
+            "a writable directory"
         ) from error
     return library
 

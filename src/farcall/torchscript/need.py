@@ -165,7 +165,7 @@ def refuse(reason: str) -> None:
     with _lock:
         if _undo:
             return
-        logger.warning("TorchScript code that uses RPC is compiled, and will fail when it is called: %s", reason)
+        logger.warning("compiled TorchScript code that uses RPC, which will fail when called: %s", reason)
         for kind in (native.ScriptFunction, native.ScriptMethod):
             _undo.append(_guard(kind, reason))
 

@@ -50,7 +50,7 @@ def call(
     if result.dtype != look[1] or list(result.shape) != look[0]:
         raise RpcError(
             f"{function} on {to} returned {result.dtype} of shape {list(result.shape)}, and the call said {look[1]} of "
-            f"shape {look[0]}: say shape= and dtype="
+            f"shape {look[0]}: pass shape= and dtype="
         )
     # What an operator returns must be memory of its own; a worker that calls itself may get an argument back.
     return result.detach().clone() if any(result is one for one in args) else result.detach()

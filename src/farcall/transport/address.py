@@ -31,7 +31,7 @@ def _way(address: str) -> _Way:
     scheme, colon, _ = address.partition(":")
     way = _WAYS.get(scheme) if colon else None
     if way is None:
-        raise ValueError(f"{address!r} is no address: write tcp://host:port, unix:@name, unix:/path or memory:name")
+        raise ValueError(f"{address!r} is not an address: write tcp://host:port, unix:@name, unix:/path or memory:name")
     return way
 
 

@@ -12,11 +12,14 @@ acknowledges all, but has no room, as a busy process has none.
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import struct
 import sys
+import threading
 import time
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, TypeAlias
 
 from farcall.transport.interface import DialFailed, DialRefused, DialUnanswered, ListenFailed
 from farcall.transport.stream_socket import SocketListener, SocketTransport, connect
@@ -24,6 +27,7 @@ from farcall.transport.stream_socket import SocketListener, SocketTransport, con
 _BACKLOG = 1024
 _NOT_SENT: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", 25 if sys.platform == "linux" else None)
 _MOST_NOT_SENT_BYTES = 128 * 1024
+_LOOK_UP_S = 1.0
 
 # An idle peer whose host vanished is noticed after 30 + 3 * 10 s; the probes of the membership protocol are quicker,
 # this is the net below them.
@@ -60,14 +64,66 @@ def _plain(host: object) -> str:
     return str(host).removeprefix("::ffff:")
 
 
+_Targets: TypeAlias = Sequence[tuple[int, tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]]]
+
+
+class _LookUp:
+    """A question to the resolver of the system, which may leave it unanswered for as long as it likes."""
+
+    def __init__(self) -> None:
+        self.done: threading.Event = threading.Event()
+        self.found: _Targets = []
+        self.error: OSError | None = None
+
+
+_look_ups: dict[tuple[int, str, int], _LookUp] = {}
+"""Under way, by process (a forked child has no such threads), host and port."""
+
+
+def _resolve(host: str, port: int, flags: int = 0) -> _Targets:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    return [(family, target) for family, *_, target in found]
+
+
+def _look_up(host: str, port: int, timeout_s: float) -> _Targets:
+    """What ``host`` means, asked within ``timeout_s``; raises ``OSError``. Who asks again waits for the same answer."""
+    try:
+        return _resolve(host, port, socket.AI_NUMERICHOST)
+    except OSError:
+        pass  # a name
+    question, mine = (os.getpid(), host, port), _LookUp()
+
+    def ask() -> None:
+        try:
+            mine.found = _resolve(host, port)
+        except OSError as error:
+            mine.error = error
+        finally:
+            del _look_ups[question]
+            mine.done.set()
+
+    asked = _look_ups.setdefault(question, mine)
+    if asked is mine:
+        try:
+            threading.Thread(target=ask, name="farcall-look-up", daemon=True).start()
+        except RuntimeError as error:  # there can be no more threads
+            del _look_ups[question]
+            mine.error = OSError(str(error))
+            mine.done.set()
+    if not asked.done.wait(min(timeout_s, threading.TIMEOUT_MAX)):
+        raise TimeoutError(f"no name service answered within {timeout_s:.3g} s")
+    if asked.error is not None:
+        raise asked.error
+    return asked.found
+
+
 def leads_to(address: str, host: str) -> bool:
     """Is ``host``, a numeric address, one of those that ``address`` means from here?"""
     name, port = parse_tcp(address)
     try:
-        found = socket.getaddrinfo(name or "localhost", port, type=socket.SOCK_STREAM)
+        return any(_plain(target[0]) == host for _, target in _look_up(name or "localhost", port, _LOOK_UP_S))
     except OSError:
         return False
-    return any(_plain(target[0]) == host for *_, target in found)
 
 
 class TcpTransport(SocketTransport):
@@ -181,12 +237,12 @@ def dial_tcp(address: str, timeout_s: float) -> TcpTransport:
     host, port = parse_tcp(address)
     deadline = time.monotonic() + timeout_s
     try:
-        found = socket.getaddrinfo(host or "localhost", port, type=socket.SOCK_STREAM)
+        found = _look_up(host or "localhost", port, timeout_s)
     except OSError as error:
         raise DialFailed(f"cannot resolve {host!r} of {address}: {error}") from error
     failures: list[str] = []
     refused = unanswered = 0
-    for position, (family, _, _, _, target) in enumerate(found):
+    for position, (family, target) in enumerate(found):
         # What is left is shared among the addresses still to try: one black hole must not eat it all.
         left_s = (deadline - time.monotonic()) / (len(found) - position)
         try:

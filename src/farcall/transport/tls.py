@@ -214,7 +214,7 @@ class TlsTransport(Layer):
 
     def _failed(self, error: ssl.SSLError) -> TransportBroken:
         if isinstance(error, ssl.SSLCertVerificationError):
-            why = f"its certificate does not do: {error.verify_message}"
+            why = f"its certificate is not valid: {error.verify_message}"
         else:
             why = (error.reason or str(error)).lower().replace("_", " ")
         if self._ready and "alert" not in why:
@@ -290,9 +290,9 @@ class Tls:
                 self._seen = seen  # also where they do not do: strangers must not have them read again and again
                 try:
                     self._contexts = self._load()
-                    logger.info("TLS: %s was read again", self._options.certificate)
+                    logger.info("TLS: read %s again", self._options.certificate)
                 except ValueError as error:
-                    logger.warning("TLS: the files changed, and the former ones stay in use: %s", error)
+                    logger.warning("TLS: cannot use the changed files, so the old ones stay in use: %s", error)
             return self._contexts
 
     def _load(self) -> _Contexts:
@@ -319,7 +319,7 @@ class Tls:
             return _Contexts(listening, dialling, public, digest)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"TLS cannot be used with {ca}, {certificate} and {key}: {error} (`farcall certificates` makes them)"
+                f"cannot use TLS with {ca}, {certificate} and {key}: {error} (`farcall certificates` makes them)"
             ) from error
 
     def _with_key(self, contexts: _Contexts) -> _Contexts:

@@ -179,4 +179,4 @@ class Fetcher:
 
 
 def _lacking(node: Runtime, content: Content) -> NetworkError:
-    return NetworkError(f"{node.info.name} has not got block {content.block_id}, filling {content.fill}")
+    return NetworkError(f"{node.info.name} does not have block {content.block_id}, filling {content.fill}")

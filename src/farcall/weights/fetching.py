@@ -124,7 +124,7 @@ class Fetch:
             elif isinstance(effect, Done):
                 self._end(None)
             elif isinstance(effect, Failed):
-                self._end(RpcError(f"nobody is left who has the other {effect.missing_bytes} bytes of this version"))
+                self._end(RpcError(f"no member has the missing {effect.missing_bytes} bytes of this version any more"))
         self._fetcher.wake_at(self.next_deadline())
 
     # --- calls

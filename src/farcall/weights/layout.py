@@ -40,7 +40,9 @@ def take_apart(source: Any) -> Leaves:
     leaves = Leaves({}, {}, {})
     _walk(source.state_dict() if isinstance(source, torch.nn.Module) else source, (), leaves)
     if len(leaves.names) < len(leaves.tensors):
-        raise ValueError("two tensors have the same name: keys with dots in them, and nested ones, must not meet")
+        raise ValueError(
+            "two tensors have the same name, one by nesting and one by a dot in its key: rename one of them"
+        )
     return leaves
 
 
@@ -62,7 +64,7 @@ def _walk(value: Any, path: Path, leaves: Leaves) -> None:
         for index, item in enumerate(value):
             _walk(item, (*path, index), leaves)
     elif not path:
-        raise TypeError(f"a module or a dict of tensors can be published, not a {type(value).__name__}")
+        raise TypeError(f"publish a module or a dict of tensors, not a {type(value).__name__}")
     else:
         leaves.values[path] = value
 

@@ -37,7 +37,7 @@ def _match(
 ) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
     """Each tensor of the target, and what is to be copied into it; raises if it cannot be."""
     tensors = version.tensors([block.view for block in version.blocks])
-    places = {place.name: tensor for place, tensor in zip(version.manifest.tensors, tensors, strict=True)}
+    places = {place.name: tensor for place, tensor in zip(version.manifest.layout.tensors, tensors, strict=True)}
     pairs, problems = [], []
     for name in slices.keys() - leaves.names:
         problems.append(f"{name} has slices, but is not in the target")

@@ -42,7 +42,7 @@ from farcall.weights.offers import Offers
 from farcall.weights.publication import Publication, PublishedVersion
 from farcall.weights.subscription import Subscription
 from farcall.weights.subscriptions import Subscriptions
-from farcall.weights.version import NameFigures, Version
+from farcall.weights.version import Version, WeightsMetrics
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -95,7 +95,7 @@ class Weights:
         """Begin to be the publisher of ``name``."""
         check_name(name)
         if not isinstance(keep, int) or keep < 1:
-            raise ValueError(f"keep says how many versions stay readable, at least 1, not {keep!r}")
+            raise ValueError(f"keep, the number of versions that stay readable, must be at least 1, not {keep!r}")
         self.check_running()
         with self.lock:
             known, number = self.directory.find(name)
@@ -196,11 +196,11 @@ class Weights:
         found = self.subscriptions.find_copy(content)
         return found if isinstance(found, Block) else None
 
-    def figures(self) -> list[NameFigures]:
+    def metrics(self) -> list[WeightsMetrics]:
         """What is published and subscribed to here, for metrics."""
         with self.lock:
-            published = [publication.figures() for publication in self._publications.values()]
-            return published + [versions.figures() for versions in self.subscriptions.by_name.values()]
+            published = [publication.metrics() for publication in self._publications.values()]
+            return published + [versions.metrics() for versions in self.subscriptions.by_name.values()]
 
     # ------------------------------------------------------------------ members
 
@@ -239,7 +239,7 @@ class Weights:
 
     def _on_claimed(self, peer: Peer, message: NameClaimed) -> None:
         if message.claim.publisher != peer.incarnation:
-            raise SerializationError(f"{peer.info.name} claims {message.name!r} in another's name")
+            raise SerializationError(f"{peer.info.name} claims {message.name!r} for another worker")
         with self.lock:
             answer = self.directory.claim(message)
             is_open = self.directory.find_publisher(message.name) == message.claim
@@ -252,7 +252,7 @@ class Weights:
 
     def _on_closed(self, peer: Peer, message: NameClosed) -> None:
         if message.claim.publisher != peer.incarnation:
-            raise SerializationError(f"{peer.info.name} closes {message.name!r} in another's name")
+            raise SerializationError(f"{peer.info.name} closes {message.name!r} for another worker")
         with self.lock:
             self.directory.close(message)
         self.subscriptions.on_end(message.name, message.claim, message.number)

@@ -57,10 +57,16 @@ class Offers:
             return True
 
     def _send(self, block: Block, peer: RemotePeer) -> None:
-        with self._weights.lock:
-            if block.descriptor < 0:
-                return
-            descriptor = os.dup(block.descriptor)
+        try:
+            with self._weights.lock:
+                if block.descriptor < 0:
+                    return
+                descriptor = os.dup(block.descriptor)
+        except OSError as error:
+            names = self._weights.node.info.name, peer.info.name
+            logger.warning("%s sends weights to %s as bytes: %s; allow more open files (ulimit -n)", *names, error)
+            peer.control(BlockOffered(block.block_id, 0))
+            return
         message = encode_message(BlockOffered(block.block_id, block.size))
         frame = encode_small(CONTROL, CARRIES_DESCRIPTOR, 0, b"", b"", message)
         lost = LostOffer(partial(self._on_lost, block, peer))

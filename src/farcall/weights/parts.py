@@ -66,7 +66,7 @@ def subscribe_parts(name: str, parts: int) -> PartsSubscription:
     """Read the versions of what is published under ``name`` in so many parts; whole tensors, or slices of them."""
     names = [_part_name(name, part, parts) for part in range(parts)]
     if not names:
-        raise ValueError("there is no part to subscribe to")
+        raise ValueError("subscribe to at least one part")
     weights = current_runtime().part(Weights)
     return PartsSubscription(name, [weights.subscribe(one) for one in names])
 
@@ -275,7 +275,7 @@ class PartsSubscription:
         while True:
             version = self.version
             if version is None:
-                raise LookupError(f"no version of {self.name!r} is here: wait(...) for one first")
+                raise LookupError(f"no version of {self.name!r} has arrived: call wait() first")
             try:
                 parts = [self._part(part, version.number) for part in self._parts]
             except LookupError:

@@ -20,9 +20,9 @@ from farcall.protocol.frames import RESPONSE, Frame
 from farcall.protocol.weights.publisher import Closed, PublisherMachine, PublisherState
 from farcall.serialize import write_value
 from farcall.weights.layout import Leaves, StoragePlan, name_of, plan_storages, signature_of, take_apart
-from farcall.weights.manifest import Content, Manifest, Storage, TensorPlace, encode_manifest
+from farcall.weights.manifest import Content, Layout, Manifest, Storage, TensorPlace, encode_manifest
 from farcall.weights.memory import Block, aligned
-from farcall.weights.version import NameFigures, Version
+from farcall.weights.version import Version, WeightsMetrics
 
 if TYPE_CHECKING:
     from farcall.weights.node import Weights
@@ -105,17 +105,17 @@ class Publication:
             with self._pushing:  # a push that runs ends now, and in vain
                 self._source, self._planned = None, (None, [], [])
 
-    def figures(self) -> NameFigures:
+    def metrics(self) -> WeightsMetrics:
         """This name, for metrics. With the node's lock held."""
         machine = self.machine
         newest = self.versions.get(machine.lender.newest)
-        return NameFigures(
+        return WeightsMetrics(
             self.name,
             "publishes",
             str(machine.state),
             machine.claim.epoch,
             machine.lender.newest,
-            0 if newest is None else newest.manifest.size_bytes,
+            0 if newest is None else newest.manifest.layout.size_bytes,
             len(self.versions),
             self.pushes,
         )
@@ -148,7 +148,7 @@ class Publication:
         values = _encode_values(leaves)
         with self._weights.lock:
             newest = self.versions.get(self.machine.lender.newest)
-            kept = {} if newest is None or only is None else _unchanged(newest.manifest, plans, leaves, only)
+            kept = {} if newest is None or only is None else _unchanged(newest.manifest.layout, plans, leaves, only)
             old = [] if newest is None else [newest.blocks[index] for index in sorted(_contents(newest, kept))]
             for block in old:
                 self._weights.blocks.share(block)
@@ -165,23 +165,25 @@ class Publication:
             contents = [self._content(newest, block) for block in old]
             if fresh is not None:
                 contents.append(Content(self._weights.me, fresh.block_id, fresh.fill, size))
-            storages = []
+            storages, checksums = [], []
             for index, plan in enumerate(plans):
                 if index in kept:
                     assert newest is not None
-                    storage = newest.manifest.storages[kept[index]]
+                    storage = newest.manifest.layout.storages[kept[index]]
                     place = old.index(newest.blocks[storage.content])
-                    storages.append(Storage(place, storage.offset, storage.size_bytes, storage.checksum))
+                    storages.append(Storage(place, storage.offset, storage.size_bytes))
+                    checksums.append(newest.manifest.checksums[kept[index]])
                 elif fresh is None or not plan.size_bytes:
-                    storages.append(Storage(0, 0, 0, 0))
+                    storages.append(Storage(0, 0, 0))
+                    checksums.append(0)
                 else:
                     view = fresh.view[offsets[index] : offsets[index] + plan.size_bytes]
-                    storages.append(Storage(len(old), offsets[index], plan.size_bytes, plan.fill(view)))
+                    storages.append(Storage(len(old), offsets[index], plan.size_bytes))
+                    checksums.append(plan.fill(view))
             if newest is not None and kept:
-                places = _with_places_of(newest.manifest, places, kept)
-            containers = list(leaves.containers.items())
-            manifest = Manifest(contents, storages, places, containers, list(leaves.values), *values)
-            return PublishedVersion(manifest, blocks)
+                places = _with_places_of(newest.manifest.layout, places, kept)
+            layout = Layout(storages, places, list(leaves.containers.items()), list(leaves.values))
+            return PublishedVersion(Manifest(contents, layout, checksums, *values), blocks)
         except BaseException:
             self._weights.blocks.release(blocks)
             raise
@@ -200,14 +202,14 @@ class Publication:
 
 
 def _contents(newest: PublishedVersion, kept: Mapping[int, int]) -> set[int]:
-    return {newest.manifest.storages[index].content for index in kept.values()}
+    return {newest.manifest.layout.storages[index].content for index in kept.values()}
 
 
-def _unchanged(manifest: Manifest, plans: list[StoragePlan], leaves: Leaves, only: set[str]) -> dict[int, int]:
-    """Of each storage that is the same as in ``manifest``: its place here, and there."""
-    shapes = {place.name: (place.shape, place.storage) for place in manifest.tensors}
+def _unchanged(layout: Layout, plans: list[StoragePlan], leaves: Leaves, only: set[str]) -> dict[int, int]:
+    """Of each storage that is the same as in ``layout``: its place here, and there."""
+    shapes = {place.name: (place.shape, place.storage) for place in layout.tensors}
     members: dict[int, set[str]] = {}
-    for place in manifest.tensors:
+    for place in layout.tensors:
         members.setdefault(place.storage, set()).add(place.name)
     same = {}
     for index, plan in enumerate(plans):
@@ -245,7 +247,7 @@ def _places(leaves: Leaves, plans: list[StoragePlan]) -> list[TensorPlace]:
     return [places[path] for path in leaves.tensors]
 
 
-def _with_places_of(old: Manifest, places: list[TensorPlace], kept: Mapping[int, int]) -> list[TensorPlace]:
+def _with_places_of(old: Layout, places: list[TensorPlace], kept: Mapping[int, int]) -> list[TensorPlace]:
     """``places``, but those in storages that are kept as they were: the program's tensors may lie otherwise by now."""
     before = {place.name: place for place in old.tensors}
     return [

@@ -25,7 +25,7 @@ from farcall.rpc.outcome import LoopGate
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.weights.loading import Slices, load
-from farcall.weights.version import HeldVersion, NameFigures, Version
+from farcall.weights.version import HeldVersion, Version, WeightsMetrics
 
 if TYPE_CHECKING:
     from farcall.weights.node import Weights
@@ -66,16 +66,16 @@ class NameVersions:
         key = self.machine.newest
         return None if key is None else self.versions.get(key)
 
-    def figures(self) -> NameFigures:
+    def metrics(self) -> WeightsMetrics:
         """This name, for metrics. With the lock held."""
         key, held = self.machine.newest, self.newest()
-        return NameFigures(
+        return WeightsMetrics(
             self.name,
             "subscribes",
             str(self.machine.state),
             0 if key is None else key.claim.epoch,
             0 if key is None else key.number,
-            0 if held is None else held.manifest.size_bytes,
+            0 if held is None else held.manifest.layout.size_bytes,
             len(self.versions),
             self.arrived,
         )
@@ -99,7 +99,7 @@ class NameVersions:
         if not found:
             what = "no version" if version is None else f"no version {version}"
             kept = f"; there are {', '.join(str(held.version) for held in ready)}" if ready else ""
-            raise LookupError(f"{what} of {self.name!r} is here{kept}: wait(...) for one first")
+            raise LookupError(f"{what} of {self.name!r} has arrived{kept}: call wait() first")
         if found[-1].fault:
             raise CorruptWeights(f"version {found[-1].version} cannot be read: {found[-1].fault}")
         return found[-1]

@@ -10,8 +10,9 @@ import errno
 import itertools
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from farcall.channel.host_memory import Lease
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger("farcall")
 
+ANSWER_AFTER_S = 0.001
+"""How long a lender waits for the news that a version is ready here, while the program gets it."""
+
 
 class Subscriptions:
     """What one node subscribes to.
@@ -55,7 +59,7 @@ class Subscriptions:
         self._borrowed: dict[tuple[int, int], BorrowedBlock] = {}
         self._refused: set[tuple[int, int]] = set()  # blocks that cannot be mapped here, and are not offered again
         self._serials = itertools.count()
-        self._later: deque[tuple[NameVersions, subscriber.Event | None]] = deque()
+        self._later: deque[Callable[[], None]] = deque()
         self._later_timer = weights.node.timer(self._on_later)
         hooks = weights.node.hooks
         # On the thread that reads, too: whoever waits for a version waits for one thread less.
@@ -122,23 +126,19 @@ class Subscriptions:
 
     def end_later(self, versions: NameVersions) -> None:
         """The same, for destructors: takes no lock."""
-        self._later.append((versions, None))
+        self._later.append(partial(self.end, versions))
         self._later_timer.at(0.0)
 
     def on_view_death(self, lease: Lease) -> None:
         """The last tensor over a view of a block has died: its version has one reader less. Takes no lock."""
         if self.leases.pop(id(lease), None) is not None:
             versions, key = lease.holder
-            self._later.append((versions, subscriber.LetGo(key)))
+            self._later.append(partial(self.event, versions, subscriber.LetGo(key)))
             self._later_timer.at(0.0)
 
     def _on_later(self, now: float) -> float:
         while self._later:
-            versions, event = self._later.popleft()
-            if event is None:
-                self.end(versions)
-            else:
-                self.event(versions, event)
+            self._later.popleft()()
         return NEVER
 
     def event(self, versions: NameVersions, event: subscriber.Event) -> None:
@@ -168,7 +168,15 @@ class Subscriptions:
     def _carry_out(self, versions: NameVersions, effects: Sequence[subscriber.Effect]) -> None:
         """Do what else follows: without the lock."""
         if any(isinstance(effect, subscriber.Ready) for effect in effects):
-            versions.tell()  # before anybody else is told: a program waits for this
+            versions.tell()
+            # The program goes first: it needs the interpreter now, and those of other processes the cores that the
+            # answers would keep busy at the lender. Nobody waits for the rest.
+            self._later.append(partial(self._tell_others, versions, effects))
+            self._later_timer.at(monotonic() + ANSWER_AFTER_S)
+        else:
+            self._tell_others(versions, effects)
+
+    def _tell_others(self, versions: NameVersions, effects: Sequence[subscriber.Effect]) -> None:
         for effect in effects:
             if isinstance(effect, subscriber.Tell):
                 self._weights.send(effect.member, effect.message)
@@ -179,11 +187,10 @@ class Subscriptions:
     def _on_pushed(self, peer: Peer, message: VersionPushed) -> None:
         key = Key(message.claim, message.number)
         versions = self.by_name.get(message.name)
-        newest = None if versions is None else versions.newest()
         try:
             if message.claim.publisher != peer.incarnation:
                 raise SerializationError("they are another's")
-            manifest = decode_manifest(message.manifest, None if newest is None else newest.manifest)
+            manifest = decode_manifest(message.manifest)
         except SerializationError as error:
             logger.error(
                 "%s: %s sent weights that cannot be read: %s", self._weights.node.info.name, peer.info.name, error
@@ -240,8 +247,8 @@ class Subscriptions:
                 self._weights.fetcher.fetch(arriving, partial(self._on_fetched, versions, held, missing))
         except OSError as error:
             name = self._weights.node.info.name
-            versions.why_not = f"there is no room for version {held.version}: {error}"
-            logger.warning("%s: no room for version %s of %r: %s", name, held.version, versions.name, error)
+            versions.why_not = f"no memory for version {held.version}: {error}"
+            logger.warning("%s: no memory for version %s of %r: %s", name, held.version, versions.name, error)
             self.event(versions, subscriber.Failed(key))
 
     def _make_room(self, held: HeldVersion) -> dict[Content, Block]:
@@ -305,12 +312,12 @@ class Subscriptions:
 
     def _on_offered(self, peer: RemotePeer, message: BlockOffered) -> None:
         """On the thread that reads: the descriptor must go with the frame."""
-        descriptor = peer.link.incoming.take_descriptor()
+        descriptor = peer.link.incoming.take_descriptor() if message.size_bytes else None
         block = (peer.incarnation, message.block_id)
         event: subscriber.Event = subscriber.Mapped(block)
         try:
             if descriptor is None:
-                raise SegmentRefused("its descriptor did not come along")
+                raise SegmentRefused("its descriptor is missing")
             mapped = BorrowedBlock(descriptor, message.size_bytes)
             with self._weights.lock:
                 if not peer.broken:  # else nobody would ever let go of it

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from farcall.errors import CorruptWeights, SerializationError
@@ -14,9 +15,6 @@ from farcall.serialize import read_value
 from farcall.weights.checksums import checksum
 from farcall.weights.manifest import Manifest, Path
 from farcall.weights.memory import Block, BorrowedBlock
-
-_FLAT = [((), "dict")]
-"""The containers of what is one dict of tensors, as a state dict is."""
 
 
 class Version(NamedTuple):
@@ -32,17 +30,23 @@ class Version(NamedTuple):
         return f"{self.epoch}.{self.number}"
 
 
-class NameFigures(NamedTuple):
-    """One name that a node publishes or subscribes to; ``total`` counts its versions so far."""
+class WeightsMetrics(msgspec.Struct, frozen=True, array_like=True):
+    """One name that a worker publishes, or subscribes to."""
 
     name: str
     role: str
+    """"publishes" or "subscribes"."""
     state: str
+    """As `protocol/weights` calls it: "published", "superseded", "subscribed", "orphaned" ..."""
     epoch: int
     number: int
+    """The newest version pushed here, or ready here; 0: none yet."""
     size_bytes: int
+    """Of the tensors of that version."""
     versions: int
+    """How many are kept here."""
     total: int
+    """How many were pushed here, or became the newest one here, so far."""
 
 
 class HeldVersion:
@@ -67,53 +71,58 @@ class HeldVersion:
 
     def verify(self) -> None:
         """Compare all bytes with their checksums."""
-        manifest = self.manifest
-        for index, storage in enumerate(manifest.storages):
+        layout = self.manifest.layout
+        for index, (storage, wanted) in enumerate(zip(layout.storages, self.manifest.checksums, strict=True)):
             if not storage.size_bytes:
                 continue
             view = self.blocks[storage.content].view[storage.offset : storage.offset + storage.size_bytes]
-            if checksum(view) != storage.checksum:
-                names = ", ".join(place.name for place in manifest.tensors if place.storage == index)
+            if checksum(view) != wanted:
+                names = ", ".join(place.name for place in layout.tensors if place.storage == index)
                 raise CorruptWeights(f"version {self.version}: the bytes of {names} are not those that were pushed")
 
     def values(self) -> dict[Path, Any]:
         """The values that are no tensors. Read at first use, under the rules of `farcall.allow`."""
-        manifest = self.manifest
+        manifest, paths = self.manifest, self.manifest.layout.value_paths
         if self._values is None:
             frame = Frame(RESPONSE, payload=manifest.values)
             frame.buffers = [memoryview(bytearray(buffer)) for buffer in manifest.value_buffers]
-            self._values = read_value(frame) if manifest.value_paths else []
-        return dict(zip(manifest.value_paths, self._values, strict=True))
+            self._values = read_value(frame) if paths else []
+        return dict(zip(paths, self._values, strict=True))
 
     def tensors(self, views: Sequence[memoryview]) -> list[torch.Tensor]:
         """The tensors, in the manifest's order, over ``views`` of the blocks: no copies."""
-        storages = self.manifest.storages
-        # Of each block and dtype one tensor, so that tied ones share torch's storage; and the size of its elements.
-        wholes: dict[tuple[int, str], tuple[torch.Tensor, int]] = {}
-        found = []
-        for place in self.manifest.tensors:
-            storage = storages[place.storage]
-            try:
-                whole, itemsize = wholes[storage.content, place.dtype]
-            except KeyError:
-                dtype = self.manifest.dtype_of(place)
-                if not storage.size_bytes:
-                    found.append(torch.empty(place.shape, dtype=dtype))
-                    continue
-                view, itemsize = views[storage.content], dtype.itemsize
-                whole = torch.frombuffer(view, dtype=dtype, count=view.nbytes // itemsize)
-                wholes[storage.content, place.dtype] = whole, itemsize
-            found.append(torch.as_strided(whole, place.shape, place.strides, storage.offset // itemsize + place.offset))
-        return found
+        layout = self.manifest.layout
+        # Of each block and dtype one tensor, so that tied ones share torch's storage.
+        wholes: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        found: list[torch.Tensor | None] = [None] * len(layout.tensors)
+        for run in layout.runs:
+            whole = wholes.get((run.content, run.dtype))
+            if whole is None:
+                view = views[run.content]
+                whole = torch.frombuffer(view, dtype=run.dtype, count=view.nbytes // run.dtype.itemsize)
+                wholes[run.content, run.dtype] = whole
+            if len(run.tensors) == 1:
+                found[run.tensors[0]] = torch.as_strided(whole, run.shape, run.strides, run.offset)
+                continue
+            shape, strides = (len(run.tensors), *run.shape), (run.pitch, *run.strides)
+            for index, tensor in zip(
+                run.tensors, torch.as_strided(whole, shape, strides, run.offset).unbind(), strict=True
+            ):
+                found[index] = tensor
+        return [
+            torch.empty(place.shape, dtype=layout.dtype_of(place)) if tensor is None else tensor
+            for place, tensor in zip(layout.tensors, found, strict=True)
+        ]
 
     def nested(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Tensors and other values in the containers that they were published in."""
-        if self.manifest.containers == _FLAT and not self.manifest.value_paths:
-            return dict(zip((place.path[0] for place in self.manifest.tensors), tensors, strict=True))
-        leaves: dict[Path, Any] = dict(zip((place.path for place in self.manifest.tensors), tensors, strict=True))
+        layout = self.manifest.layout
+        if layout.keys is not None:
+            return dict(zip(layout.keys, tensors, strict=True))
+        leaves: dict[Path, Any] = dict(zip((place.path for place in layout.tensors), tensors, strict=True))
         leaves |= self.values()
         made: dict[Path, Any] = {}
-        for path, kind in self.manifest.containers:
+        for path, kind in layout.containers:
             made[path] = {} if kind == "dict" else []
         for path, value in [*made.items(), *leaves.items()]:
             if not path:
@@ -128,7 +137,7 @@ class HeldVersion:
                 parent[index] = value
             else:
                 parent[path[-1]] = value
-        for path, kind in reversed(self.manifest.containers):
+        for path, kind in reversed(layout.containers):
             if kind == "tuple" and path:
                 made[path[:-1]][path[-1]] = tuple(made[path])
         return made[()]

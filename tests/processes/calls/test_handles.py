@@ -195,7 +195,7 @@ def test_as_completed_gives_the_quick_ones_first(ps: farcall.Worker) -> None:
     Gate.open("last")
     assert [future.result() for future in found] == ["last"]
     never = ps.start(Gate.wait, "too late")
-    with pytest.raises(TimeoutError, match=r"1 futures are not done within 0.01 s"):
+    with pytest.raises(TimeoutError, match=r"1 futures are not done after 0.01 s"):
         next(farcall.as_completed([never], timeout=0.01))
     Gate.open("too late")
     assert never.result() == "too late"

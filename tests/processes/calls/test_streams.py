@@ -328,7 +328,7 @@ def test_the_callee_reads_what_the_caller_makes(ps: farcall.Worker) -> None:
     assert ps.call(total, sent) == 3
     with pytest.raises(SerializationError, match="can be sent once"):
         ps.call(total, sent)
-    with pytest.raises(TypeError, match="something to iterate over"):
+    with pytest.raises(TypeError, match="takes an iterable"):
         farcall.outgoing(3)  # type: ignore[arg-type]
 
 
@@ -359,7 +359,7 @@ def test_an_outgoing_stream_that_nobody_reads_is_forgotten_with_its_call(
     wait_until(lambda: not writers)
     ps.call(keep, farcall.outgoing(forever()))
     wait_until(lambda: not writers)
-    with pytest.raises(RpcError, match="begin to read it in the called function"):
+    with pytest.raises(RpcError, match="start to read it inside the called function"):
         ps.call(read_what_was_kept)
     del SEEN["kept"]
 

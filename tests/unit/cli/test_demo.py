@@ -91,7 +91,7 @@ def test_workers_that_do_not_start_are_one_line_and_leave_no_folder(
     monkeypatch.setattr(play, "Team", start)
     monkeypatch.chdir(tmp_path)
     assert run_demo() == 1
-    complaint = f"farcall: the demo failed: the workers could not be started: {why}"
+    complaint = f"farcall: the demo failed: cannot start the workers: {why}"
     assert capsys.readouterr().err.splitlines() == [complaint]
     assert list(tmp_path.iterdir()) == []
 
@@ -103,12 +103,12 @@ def test_a_file_that_cannot_be_written_is_named(
     monkeypatch.setattr(play.Play, "run", lambda self: figures())
     (tmp_path / name).symlink_to("/dev/full")
     assert run_demo(tmp_path) == 1
-    complaint = f"farcall: the demo failed: {tmp_path / name} could not be written: No space left on device"
+    complaint = f"farcall: the demo failed: cannot write {tmp_path / name}: No space left on device"
     assert capsys.readouterr().err.splitlines() == [complaint]
 
 
 def test_a_trace_that_cannot_be_written_is_named() -> None:
-    complaint = "/dev/full could not be written: No space left on device"
+    complaint = "cannot write /dev/full: No space left on device"
     with pytest.raises(play.DemoFailed, match=complaint), play.writing(Path("/dev/full")) as path:
         path.write_text("much")
 

@@ -125,4 +125,4 @@ def test_files(tmp_path: Path) -> None:
     assert [found.state for found in look(f"file://{tmp_path}/old")] == ["note"]
     [missing] = look(f"file://{tmp_path}/none/new")
     assert missing.state == "wrong"
-    assert "no directory" in missing.found
+    assert "does not exist" in missing.found

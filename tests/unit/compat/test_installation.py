@@ -119,7 +119,7 @@ NOT_OURS = {
 
 @pytest.mark.parametrize("name", ["_deserialize"])
 def test_methods_of_references_that_are_not_served_say_so(installed: None, name: str) -> None:
-    with pytest.raises(farcall.errors.RpcError, match="farcall does not have: "):
+    with pytest.raises(farcall.errors.RpcError, match="a part of the old RPC agent: "):
         getattr(torch.distributed.rpc.RRef, name)()
 
 

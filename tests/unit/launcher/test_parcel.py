@@ -100,7 +100,7 @@ def test_old_ones_that_nobody_works_in_are_deleted(
 def test_what_arrives_is_what_was_packed(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     packed = Parcel(str(project))
-    with pytest.raises(ValueError, match="not the one that was packed"):
+    with pytest.raises(ValueError, match="arrived damaged"):
         parcel.unpack_parcel(packed.name, packed._data + b"x")
     parcel.unpack_parcel(packed.name, packed._data)
     parcel.unpack_parcel(packed.name, packed._data)  # another program was quicker

@@ -219,7 +219,7 @@ def test_an_end_that_is_interrupted_can_be_repeated(scene: Scene) -> None:
 
 def test_nobody_is_started_after_the_end(scene: Scene) -> None:
     scene.supervisor.close(patient=True)
-    with pytest.raises(RpcError, match=r"farcall\.launch makes another one"):
+    with pytest.raises(RpcError, match=r"start another one with farcall\.launch"):
         scene.add()
 
 

@@ -12,12 +12,13 @@ from rich.console import Console
 
 from farcall.cli.live import page
 from farcall.observe.dashboard import digest
-from farcall.observe.metrics import CallMetrics, ChannelMetrics, Histogram, Metrics, WeightsMetrics
+from farcall.observe.metrics import CallMetrics, ChannelMetrics, Histogram, Metrics
 from farcall.observe.observer import Answers
 from farcall.observe.rates import rows, weights
 from farcall.observe.snapshot import PoolView
 from farcall.protocol.observing import WorkerState
 from farcall.runtime.observing.counters import BOUNDS_S, MOST_FUNCTIONS, OTHERS, FunctionCounters, counters_of
+from farcall.weights.version import WeightsMetrics
 
 
 def histogram(*durations_s: float) -> Histogram:

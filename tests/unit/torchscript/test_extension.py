@@ -100,7 +100,7 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyt
     pretend_to_build(monkeypatch)
     (tmp_path / "file").touch()
     monkeypatch.setenv("FARCALL_CACHE", str(tmp_path / "file"))
-    with pytest.raises(RpcError, match=r"cannot be kept in .*file.*Set FARCALL_CACHE"):
+    with pytest.raises(RpcError, match=r"cannot be stored in .*file.*Set FARCALL_CACHE"):
         extension.load()
 
 

@@ -8,7 +8,9 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,30 @@ def test_an_address_in_use(address: str) -> None:
 def test_an_unknown_host() -> None:
     with pytest.raises(DialFailed, match="cannot resolve"):
         dial("tcp://no-such-host.invalid:1", PATIENCE_S)
+
+
+def test_a_name_service_that_does_not_answer_costs_no_more_than_the_dial(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    answers = threading.Event()
+    look_up = socket.getaddrinfo
+
+    def hang(host: str, port: int, **options: int) -> object:
+        if options.get("flags") == socket.AI_NUMERICHOST:
+            return look_up(host, port, **options)
+        asked.append(host)
+        assert answers.wait(PATIENCE_S)
+        return look_up("127.0.0.1", port, **options)
+
+    with closing(TcpListener("tcp://127.0.0.1:0")) as listener:
+        monkeypatch.setattr(socket, "getaddrinfo", hang)
+        address = f"tcp://slow.example:{listener.port}"
+        for _ in range(3):
+            with pytest.raises(DialFailed, match=r"'slow.example'.*no name service answered within 0.01 s"):
+                dial(address, 0.01)
+        assert asked == ["slow.example"]  # each further thread would hang, too
+        answers.set()
+        dial(address, PATIENCE_S).close()
+        assert leads_to(address, "127.0.0.1")
 
 
 def test_every_interface_includes_both_versions() -> None:

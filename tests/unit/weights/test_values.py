@@ -11,7 +11,7 @@ from farcall.errors import NotAllowed
 from farcall.protocol.weights.messages import Claim, Key
 from farcall.serialize import Allowance, restrict
 from farcall.weights.layout import take_apart
-from farcall.weights.manifest import Manifest, decode_manifest, encode_manifest
+from farcall.weights.manifest import Layout, Manifest, decode_manifest, encode_manifest
 from farcall.weights.publication import _encode_values
 from farcall.weights.version import HeldVersion
 
@@ -35,8 +35,8 @@ def restricted() -> Iterator[None]:
 
 def version(values: dict[str, object]) -> HeldVersion:
     leaves = take_apart(values)
-    containers = list(leaves.containers.items())
-    data = encode_manifest(Manifest([], [], [], containers, list(leaves.values), *_encode_values(leaves)))
+    layout = Layout([], [], list(leaves.containers.items()), list(leaves.values))
+    data = encode_manifest(Manifest([], layout, [], *_encode_values(leaves)))
     return HeldVersion(Key(Claim(1, 1), 1), decode_manifest(data))
 
 

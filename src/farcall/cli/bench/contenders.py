@@ -343,7 +343,7 @@ def _connect(directory: str, route: Route) -> socket.socket:
     give_up_at = time.monotonic() + _CONNECT_TIMEOUT_S
     while not os.path.exists(place):
         if time.monotonic() > give_up_at:
-            raise TimeoutError("the other side of the floor did not start")
+            raise TimeoutError("the other process of the baseline did not start")
         time.sleep(0.01)
     if route == "local":
         connection = socket.socket(socket.AF_UNIX)

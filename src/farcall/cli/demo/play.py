@@ -102,7 +102,7 @@ def writing(path: Path) -> Iterator[Path]:
     try:
         yield path
     except OSError as error:
-        raise DemoFailed(f"{path} could not be written: {error.strerror or error}") from error
+        raise DemoFailed(f"cannot write {path}: {error.strerror or error}") from error
 
 
 class Stage(Protocol):
@@ -132,7 +132,7 @@ class Play:
         try:
             self._team = Team(training.member, len(names), names=names, preload=PRELOADED)
         except (TeamError, OSError) as error:
-            raise DemoFailed(f"the workers could not be started: {error}") from error
+            raise DemoFailed(f"cannot start the workers: {error}") from error
         try:
             try:
                 self._play()
@@ -244,7 +244,7 @@ class Play:
             try:
                 self._team.restart(SERVERS.index(VICTIM), LIMIT_S)
             except (TeamError, OSError) as error:
-                self._give_up(f"{VICTIM} could not be started again: {error}")
+                self._give_up(f"cannot restart {VICTIM}: {error}")
         elif event.kind == "joined" and name == VICTIM:
             death.back_s = monotonic()
             self._stage.on_event(

@@ -28,7 +28,7 @@ def run(console: Console, steps: int, output: Path | None) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        _complain(f"there is no folder for the files: {error}. Name another one: farcall demo --output FOLDER")
+        _complain(f"cannot make a folder for the files: {error}. Name another one: farcall demo --output FOLDER")
         return 2
     try:
         return _run(console, steps, folder)
@@ -59,7 +59,7 @@ def _run(console: Console, steps: int, folder: Path) -> int:
         _complain(f"the demo failed: {error}")
         return 1
     except KeyboardInterrupt:
-        console.print("interrupted; all workers are ended")
+        console.print("interrupted; all workers have ended")
         return 130
     _tell(console, figures, folder, monotonic() - begun_s)
     return 0

@@ -52,7 +52,7 @@ def receive_visits(console: Console, port: int) -> bool:
         secret = secret_of(options)
         host = Host(secret, port, tls_for(options, secret))
     except (TypeError, ValueError, InitError, ListenFailed) as error:
-        console.print(f"cannot let other hosts' doctors in: {escape(str(error))}", highlight=False, soft_wrap=True)
+        console.print(f"cannot listen for other hosts' doctors: {escape(str(error))}", highlight=False, soft_wrap=True)
         return False
     where = choose_host(options.advertise, None).host
     console.print(f"on other hosts run: farcall doctor {where}:{host.port}    (Ctrl-C ends this)", highlight=False)

@@ -88,7 +88,7 @@ class Host:
             try:
                 guests = [guest for listener in self._listeners if (guest := listener.accept()) is not None]
             except TransportError as error:
-                tell(f"cannot let anybody in: {error}")
+                tell(f"cannot accept connections: {error}")
                 guests = []
             for guest in guests:
                 try:
@@ -161,7 +161,7 @@ def visit(host: str, port: int, secret: Secret, advertised: str, tls: Tls | None
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        advice = "is it spelled right, and known to this machine's name service? An IP address always works"
+        advice = "check the spelling and this machine's name service, or give an IP address"
         return [wrong(host, f"the name does not resolve: {error}", advice)]
     where = ", ".join(sorted({str(target[0]) for *_, target in found}))
     own = Host(secret, tls=tls)
@@ -181,9 +181,9 @@ def _visit(host: str, address: str, where: str, secret: Secret, back: str, tls: 
         transport = dial(address, STEP_S, tls)
     except DialRefused:
         advice = f"run there: farcall doctor --listen {parse_tcp(address)[1]}"
-        return [wrong(host, f"{where} is there, but nobody listens on that port", advice)]
+        return [wrong(host, f"{where} answers, but nobody listens on that port", advice)]
     except DialFailed as error:
-        advice = "is the machine up, is there a route, does a firewall drop connections?"
+        advice = "check that the machine is up, that a route leads there, and that no firewall drops connections"
         return [wrong(host, f"{where} cannot be reached: {error}", advice)]
     with closing(transport):
         try:
@@ -206,7 +206,7 @@ def _visit(host: str, address: str, where: str, secret: Secret, back: str, tls: 
 
 def _refused(host: str, refusal: Refused) -> Finding:
     if refusal.reason is RefusalReason.WRONG_SECRET:
-        return wrong(host, "it proves another secret than this machine, or another user's key", ADD_A_SECRET)
+        return wrong(host, "it has another secret than this machine, or another user's key", ADD_A_SECRET)
     if refusal.reason is RefusalReason.VERSION_MISMATCH:
         return wrong(host, str(refusal), "install the same version of farcall on all hosts")
     return wrong(host, str(refusal), "is it farcall doctor that listens on that port?")
@@ -221,7 +221,9 @@ def _met(host: str, where: str, peer: Hello) -> Finding:
         if theirs.get(what) != mine[what]
     ]
     if different:
-        return note(host, f"{found}; {', '.join(different)}", "the same everywhere saves trouble with what is pickled")
+        return note(
+            host, f"{found}; {', '.join(different)}", "install the same versions: pickled values may not fit others"
+        )
     return ok(host, f"{found}; same versions")
 
 
@@ -249,7 +251,9 @@ def _packets(host: str, conversation: _Conversation) -> Finding:
         advice = "small packets pass and large ones do not: compare the MTU of the interfaces on the way (ip link)"
         return wrong(subject, str(error), advice)
     if returned != blob:
-        return wrong(subject, "what came back is not what was sent", "what is between these hosts?")
+        return wrong(
+            subject, "the bytes came back changed", "look for a faulty proxy or network card between these hosts"
+        )
     return ok(subject, f"1 MiB there and back in {1e3 * (monotonic() - begun):.0f} ms")
 
 
@@ -262,7 +266,7 @@ def _way_back(host: str, conversation: _Conversation, back: str) -> Finding:
     if why_not:
         advice = (
             "workers dial each other on ports that the system chooses: open them in the firewall here, or set "
-            f"{ENV_ADVERTISE} to an address of this machine that is known there"
+            f"{ENV_ADVERTISE} to an address of this machine that they reach"
         )
         return wrong(subject, f"workers there cannot reach workers here at {back}: {why_not}", advice)
     return ok(subject, f"workers there reach workers here ({back})")
@@ -276,7 +280,7 @@ def _same_machine(host: str, peer: Hello, secret: Secret) -> Finding:
     unix = _facts(peer).get("unix", "")
     try:
         if not unix:
-            raise DialFailed("it has none")
+            raise DialFailed("it offers none")
         _try_handshake(unix, secret)
     except (HandshakeRefused, TransportError) as error:
         return note(subject, f"the same machine, but no unix socket: {error}", "workers will use TCP")
@@ -294,13 +298,13 @@ class _Conversation:
     def send(self, data: bytes) -> None:
         """Send all of ``data``."""
         if not send_all(self.transport, data, self.deadline):
-            raise TransportError(f"{len(data)} bytes could not be sent in time")
+            raise TransportError(f"cannot send {len(data)} bytes in time")
 
     def some(self) -> bytes:
         """The bytes that come next."""
         data = receive_some(self.transport, self.deadline)
         if not data:
-            raise TransportError("nothing came in time" if data is None else "the other side closed the connection")
+            raise TransportError("no answer in time" if data is None else "the other side closed the connection")
         return data
 
     def take(self, size: int) -> bytes:

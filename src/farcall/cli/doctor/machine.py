@@ -84,9 +84,9 @@ def codec(why_not: str) -> Finding:
         return ok("codec", "compiled: plain values and tensors are written and read without Python code")
     return note(
         "codec",
-        f"in Python, which costs about 30 us more for a call with tensors: {why_not}",
-        "it needs torch 2.11 or later; install farcall from a wheel with it, or where there are a C compiler and "
-        "Python's headers",
+        f"in Python, about 30 us slower for a call with tensors: {why_not}",
+        "the compiled one needs torch 2.11 or later, and a wheel that has it or a C compiler and Python's headers at "
+        "the install",
     )
 
 
@@ -94,7 +94,7 @@ def secret(options: RpcBackendOptions) -> Finding:
     """Is there a secret that members must prove?"""
     given = options.given_secret()
     if given is not None:
-        more = "; a second one is let in, while it is being changed" if len(given.values) > 1 else ""
+        more = "; a second one is accepted while you change it" if len(given.values) > 1 else ""
         return ok("secret", f"one is set, {len(given.values[0])} bytes; every member must have the same{more}")
     try:
         secret_of(options)
@@ -146,8 +146,8 @@ def address(options: RpcBackendOptions, host: str, reason: str) -> Finding:
             return wrong("address", f"{found}; it does not resolve ({error})", f"correct or unset {ENV_ADVERTISE}")
         return note(
             "address",
-            f"{found}; it is no address of this machine",
-            "correct if addresses are translated on the way to the others; check with farcall doctor HOST:PORT",
+            f"{found}; this machine has no such address",
+            "right behind address translation (NAT), else wrong; check with farcall doctor HOST:PORT",
         )
     if is_loopback(host):
         return note(
@@ -188,7 +188,7 @@ def _tcp(subject: str, listening: str, host: str, advice: str) -> Finding:
         listener = listen(listening)
         _try_route(listener, format_tcp(host, parse_tcp(listener.address)[1]))
     except (OSError, TransportError) as error:
-        return wrong(subject, f"{host} cannot be dialled: {error}", advice)
+        return wrong(subject, f"cannot connect to {host}: {error}", advice)
     return ok(subject, f"works ({host})")
 
 
@@ -198,12 +198,12 @@ def _try_route(listener: Listener, address: str = "") -> None:
         give_up_at = monotonic() + DIAL_S
         while (accepted := listener.accept()) is None:
             if monotonic() > give_up_at:
-                raise TransportError("the connection does not arrive")
+                raise TransportError("the connection did not arrive")
         with closing(accepted) as theirs:
             ours.send_bytes(b"farcall")
             buffer = bytearray(7)
             if not theirs.wait_readable(DIAL_S) or theirs.receive_into(memoryview(buffer)) != 7:
-                raise TransportError("bytes that were sent do not arrive")
+                raise TransportError("the bytes sent did not arrive")
 
 
 def shared_memory(options: RpcBackendOptions) -> Finding:
@@ -233,7 +233,11 @@ def shared_memory(options: RpcBackendOptions) -> Finding:
 def memory(limit_bytes: int, left_bytes: int | None) -> Finding:
     """Is there as much memory as a worker may take for sending?"""
     if left_bytes is None:
-        return note("memory", "cannot be read here", "shared memory counts as memory of the machine: watch it yourself")
+        return note(
+            "memory",
+            "this system does not tell how much is left",
+            "watch it yourself: shared memory counts as memory of the machine",
+        )
     found = (
         f"{left_bytes / GIBIBYTE:.1f} GiB left; a worker may take {limit_bytes / GIBIBYTE:.1f} GiB of it for sending"
     )
@@ -274,7 +278,7 @@ def descriptors(soft: int, hard: int) -> Finding:
     if soft == resource.RLIM_INFINITY:
         return ok("descriptors", "no limit")
     most = "no limit" if hard == resource.RLIM_INFINITY else str(hard)
-    found = f"a process may open {soft} (at most {most}); a worker needs one for each other worker, and some more"
+    found = f"a process may open {soft} (at most {most}); a worker needs one for each other worker, and a few more"
     advice = f"ulimit -n {most if hard != resource.RLIM_INFINITY else 65536}"
     if soft < FEW_DESCRIPTORS:
         return wrong("descriptors", found, f"raise it before starting workers: {advice}")
@@ -289,8 +293,8 @@ def ports() -> Finding:
         with open("/proc/sys/net/ipv4/ip_local_port_range", encoding="ascii") as file:
             first, last = (int(number) for number in file.read().split())
     except (OSError, ValueError):
-        return note("ports", "the range of ports cannot be read here", "between hosts, any port may be used")
-    found = f"each worker listens on one that the system chooses, from {first} to {last}"
+        return note("ports", "cannot read the system's range", "let no firewall between the hosts block any port")
+    found = f"each worker listens on one port that the system chooses, from {first} to {last}"
     if last - first < FEW_PORTS:
-        return note("ports", found, "few, if many connections are open: widen net.ipv4.ip_local_port_range")
-    return ok("ports", f"{found}; between hosts, no firewall may block these")
+        return note("ports", found, "these are few for many connections: widen net.ipv4.ip_local_port_range")
+    return ok("ports", f"{found}; firewalls between hosts must let these through")

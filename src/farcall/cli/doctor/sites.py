@@ -40,7 +40,7 @@ def look_at_site(on: str, hosts: Sequence[str] = ()) -> list[Finding]:
 def look_at_ssh(hosts: Sequence[str], args: Sequence[str] = ()) -> list[Finding]:
     """Does ``ssh`` get in without a password, and is the same farcall there?"""
     if shutil.which("ssh") is None:
-        return [wrong("ssh", "there is no ssh here", "apt install openssh-client")]
+        return [wrong("ssh", "ssh is not installed here", "apt install openssh-client")]
     findings = [ok("ssh", _said(["ssh", "-V"]).strip())]
     if not hosts:
         return [*findings, note("hosts", "none were named", "farcall doctor --on ssh HOST...")]
@@ -54,7 +54,7 @@ def look_at_slurm() -> list[Finding]:
     """Are Slurm's programs here, does the controller answer, and are we inside an allocation?"""
     missing = [program for program in ("srun", "salloc", "squeue", "scontrol") if shutil.which(program) is None]
     if missing:
-        advice = "run this on a node of the Slurm cluster, where its programs are (module load slurm)"
+        advice = "run this on a node of the Slurm cluster (perhaps after: module load slurm)"
         return [wrong("slurm", f"not here: {', '.join(missing)}", advice)]
     findings = [ok("slurm", _said(["srun", "--version"]).strip())]
     try:
@@ -80,7 +80,7 @@ def _partition(name: str, lines: Sequence[str]) -> Finding:
     words = ", ".join(f"{count} {state}" for state, count in nodes.items())
     if any(state.startswith(("idle", "mixed", "alloc", "completing")) for state in nodes):
         return ok(f"partition {name}", words)
-    return note(f"partition {name}", words, "no node of it takes work now")
+    return note(f"partition {name}", words, "none of its nodes takes work now")
 
 
 def look_at_ray() -> list[Finding]:
@@ -180,7 +180,7 @@ def _asked(command: Sequence[str]) -> str:
             command, capture_output=True, text=True, timeout=ANSWER_S, stdin=subprocess.DEVNULL, check=True
         ).stdout
     except subprocess.TimeoutExpired:
-        raise EngineError(f"{command[0]} has not answered within {ANSWER_S:.0f} s") from None
+        raise EngineError(f"{command[0]} did not answer within {ANSWER_S:.0f} s") from None
     except subprocess.CalledProcessError as error:
         raise EngineError(error.stderr.strip() or f"{command[0]} ended with {error.returncode}") from None
 

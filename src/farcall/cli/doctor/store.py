@@ -27,8 +27,8 @@ CONNECT_S = 5.0
 def meeting_place(init_method: str, environ: Mapping[str, str]) -> tuple[MeetingPlace | None, list[Finding]]:
     """The place where members would meet; None where neither url nor environment names one."""
     if init_method == "env://" and not environ.get("MASTER_ADDR") and not environ.get("MASTER_PORT"):
-        advice = "torchrun and farcall run set them; to look at a store give --init-method tcp://host:port"
-        return None, [note("store", "MASTER_ADDR and MASTER_PORT are not set: there is none to look at", advice)]
+        advice = "torchrun and farcall run set them; to check a store, give --init-method tcp://host:port"
+        return None, [note("store", "MASTER_ADDR and MASTER_PORT are not set: no store to check", advice)]
     try:
         return find_meeting_place(0, 1, init_method, environ), []
     except (InitError, ValueError) as error:
@@ -43,13 +43,11 @@ def look_at_store(place: MeetingPlace) -> list[Finding]:
     if place.scheme == "file":
         return [_file(place.path)]
     if place.host is None:
-        return [
-            note("store", f"{place.url} is not a kind that can be looked at", "use tcp://host:port or file:///path")
-        ]
+        return [note("store", f"cannot check {place.url}", "use tcp://host:port or file:///path")]
     try:
         found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
     except OSError as error:
-        advice = "is it spelled right, and known to this machine's name service? An IP address always works"
+        advice = "check the spelling and this machine's name service, or give an IP address"
         return [wrong("store", f"the name {place.host} does not resolve: {error}", advice)]
     where = sorted({str(target[0]) for *_, target in found})
     findings = [_port(place, ", ".join(where))]
@@ -69,13 +67,13 @@ def _port(place: MeetingPlace, where: str) -> Finding:
         advice = "is the machine up, and does a firewall drop connections to that port?"
         return wrong("store", f"{place.name} ({where}) cannot be reached: {error}", advice)
     if place.scheme == "farcall":
-        return ok("store", f"{place.name} accepts connections; whether it is a member shows when joining")
+        return ok("store", f"{place.name} accepts connections; joining will show whether it is a member")
     begun = monotonic()
     try:
         in_bounded_time(lambda cancelled: _ask(place, cancelled), CONNECT_S, place.name)
     except (InitError, RuntimeError) as error:
         first = str(error).splitlines()[0]
-        advice = "is it another program's port? Choose another MASTER_PORT"
+        advice = "if the port belongs to another program, choose another MASTER_PORT"
         return wrong("store", f"something listens at {place.name}, but no torch store answers: {first}", advice)
     return ok("store", f"{place.name} answers ({1e3 * (monotonic() - begun):.0f} ms)")
 
@@ -105,21 +103,23 @@ def _nobody(place: MeetingPlace) -> Finding:
             trying.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trying.bind(("", place.port))
     except OSError as error:
-        return wrong("store", f"port {place.port} cannot be served here: {error}", "choose another MASTER_PORT")
+        return wrong("store", f"rank 0 cannot use port {place.port} here: {error}", "choose another MASTER_PORT")
     return ok("store", f"nobody listens at {place.name} yet; rank 0, started on this machine, can")
 
 
 def _file(path: str) -> Finding:
     directory = os.path.dirname(path) or "."
     if not os.path.isdir(directory):
-        return wrong("store", f"there is no directory {directory}", "make it, on a file system that all members share")
+        return wrong(
+            "store", f"the directory {directory} does not exist", "make it, on a file system that all members share"
+        )
     try:
         with tempfile.NamedTemporaryFile(dir=directory) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         advice = "members need to write and lock files there; use tcp://host:port if the file system cannot"
-        return wrong("store", f"a file in {directory} cannot be made and locked: {error}", advice)
+        return wrong("store", f"{directory}: files cannot be made and locked: {error}", advice)
     if os.path.exists(path):
-        advice = "give a path where nothing is yet, if the file is of an earlier run that crashed"
+        advice = "if an earlier run crashed and left it, give another path"
         return note("store", f"the file {path} exists", advice)
-    return ok("store", f"a file in {directory} can be made and locked")
+    return ok("store", f"{directory}: files can be made and locked")

@@ -117,7 +117,7 @@ def _find_backend(rpc_backend_options: Any) -> Any:
         if isinstance(rpc_backend_options, kind):
             if candidate.name != "TENSORPIPE":
                 logger.warning(
-                    "no backend was given: %s is used, to which the options belong; say backend=%s to avoid this",
+                    "no backend was given; the options belong to %s, so it is used. Pass backend=%s to avoid this",
                     candidate,
                     candidate,
                 )

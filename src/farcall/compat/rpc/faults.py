@@ -132,7 +132,7 @@ def to_faults(options: FaultyTensorPipeRpcBackendOptions) -> Faults:
 def _add(faults: Faults, name: str, fault: Fault) -> None:
     meant = MESSAGES.get(name)
     if meant is None:
-        raise ValueError(f"there is no message type called {name!r} to fail or delay: there are {', '.join(MESSAGES)}")
+        raise ValueError(f"unknown message type {name!r} to fail or delay: choose from {', '.join(MESSAGES)}")
     faults.add(Rule(fault, kind=meant.kind, where=meant.where))
 
 

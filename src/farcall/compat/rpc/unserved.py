@@ -50,7 +50,7 @@ class Unserved:
         self._way = way
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RpcError(f"{self.__name__} is a part of the old RPC agent that farcall does not have: {self._way}")
+        raise RpcError(f"farcall has no {self.__name__}, a part of the old RPC agent: {self._way}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):

@@ -43,7 +43,7 @@ def nodes_of(job: str) -> list[str]:
     compact = _ask(["squeue", "--noheader", f"--jobs={job}", "--format=%N"])
     nodes = _ask(["scontrol", "show", "hostnames", compact]).split() if compact else []
     if not nodes:
-        raise EngineError(f"Slurm's job {job} has no nodes: has it ended? `squeue --jobs={job}` tells")
+        raise EngineError(f"Slurm's job {job} has no nodes: check with `squeue --jobs={job}` whether it has ended")
     return nodes
 
 
@@ -102,7 +102,7 @@ class Allocation:
             self._thread.join(CLOSE_S)
         except subprocess.TimeoutExpired:
             left = f"scancel {self._job}" if self._job else "squeue --me"
-            raise EngineError(f"salloc has not ended within {CLOSE_S:.0f} s of being told to: {left}") from None
+            raise EngineError(f"salloc did not end within {CLOSE_S:.0f} s; end it yourself: {left}") from None
 
     def _watch(self) -> None:
         assert self._process.stdout is not None

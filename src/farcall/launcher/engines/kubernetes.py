@@ -53,7 +53,7 @@ class Kubectl:
     def __init__(self, args: Sequence[str] = ()) -> None:
         if shutil.which("kubectl") is None:
             raise EngineError(
-                'on="kubernetes" needs kubectl, which is not here: https://kubernetes.io/docs/tasks/tools'
+                'on="kubernetes" needs kubectl, which is not installed here: https://kubernetes.io/docs/tasks/tools'
             )
         self._arguments = tuple(args)
 
@@ -72,7 +72,7 @@ class Kubectl:
                 start_new_session=True,  # Ctrl-C in the terminal is the driver's
             )
         except subprocess.TimeoutExpired:
-            raise EngineError(f"the Kubernetes cluster has not answered within {ANSWER_S:.0f} s") from None
+            raise EngineError(f"the Kubernetes cluster did not answer within {ANSWER_S:.0f} s") from None
         if answer.returncode:
             raise EngineError(f"kubectl: {answer.stderr.strip()}")
         return answer.stdout
@@ -209,12 +209,12 @@ class KubernetesEngine:
             try:
                 self._delete(batch)
             except EngineError as error:
-                logger.warning("the Job %s is left, until its workers have ended: %s", batch, error)
+                logger.warning("the Job %s stays until its workers have ended: %s", batch, error)
         if self._thread is not None:
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
                 what = f"kubectl --namespace {self._namespace} get pods --selector {pods.LAUNCH_LABEL}={self._launch}"
-                raise EngineError(f"pods are left after {CLOSE_S:.0f} s: {what}")
+                raise EngineError(f"pods still exist after {CLOSE_S:.0f} s: {what}")
             self._thread = None
 
     def _delete(self, batch: str) -> None:

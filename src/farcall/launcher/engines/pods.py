@@ -37,7 +37,7 @@ def secret(batch: str, specs: Sequence[WorkerSpec], owner: Mapping[str, Any]) ->
     """The specs of a batch, which end with ``owner``, its Job or JobSet as the cluster made it."""
     data = {str(index): base64.b64encode(spec.encode()).decode() for index, spec in enumerate(specs)}
     if sum(map(len, data.values())) > MAX_SECRET_BYTES:
-        raise EngineError(f"{len(specs)} workers are more than one Secret holds: launch fewer, then grow")
+        raise EngineError(f"one Secret cannot hold {len(specs)} workers: launch fewer, then call grow")
     return {
         "apiVersion": "v1",
         "kind": "Secret",

@@ -91,7 +91,7 @@ class RayEngine:
             try:
                 ray.init(address=address or os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False)
             except (ConnectionError, RuntimeError) as error:
-                raise EngineError(f"no Ray cluster answers: {error}. `ray start --head` begins one") from error
+                raise EngineError(f"no Ray cluster answers: {error}. Start one with `ray start --head`") from error
         self._lock = threading.Lock()
         self._groups: list[_Group] = []
         self._lives: dict[WorkerSpec, _Life] = {}
@@ -135,7 +135,7 @@ class RayEngine:
                 self._thread.join(CLOSE_S)
                 if self._thread.is_alive():
                     names = ", ".join(spec.name for spec in self._lives)
-                    raise EngineError(f"Ray has not ended these within {CLOSE_S:.0f} s: {names}")
+                    raise EngineError(f"Ray did not end these within {CLOSE_S:.0f} s: {names}")
                 self._thread = None
         finally:  # what is left of them, Ray ends with their placement group, or their job
             while self._groups:

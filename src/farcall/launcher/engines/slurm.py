@@ -57,7 +57,9 @@ class SlurmEngine(CommandEngine):
         python: str | None = None,
     ) -> None:
         if shutil.which("srun") is None:
-            raise EngineError('on="slurm" needs srun, which is not here: run this on a node of the Slurm cluster')
+            raise EngineError(
+                'on="slurm" needs srun, which is not installed here: run this on a node of the Slurm cluster'
+            )
         super().__init__()
         self._node_count = nodes
         self._arguments = tuple(args)

@@ -55,7 +55,7 @@ class SshEngine(CommandEngine):
             raise EngineError('on="ssh" needs hosts=[...]: names that `ssh NAME` reaches without a password')
         for host in hosts:
             if not host or host.startswith("-"):  # ssh would take it for an option
-                raise EngineError(f"not a host's name: {host!r}")
+                raise EngineError(f"{host!r} is not a host name")
         super().__init__()
         self._spread = Spread(hosts)
         self._python = python

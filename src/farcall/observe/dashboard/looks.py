@@ -100,7 +100,7 @@ class Looks:
                 self._look(self._observer)
                 pause_s = max(EVERY_S, 3 * (monotonic() - began)) - (monotonic() - began)
             except (RpcError, TransportError, ValueError) as error:
-                logger.debug("the dashboard has lost sight of the cluster: %s", error)
+                logger.debug("the dashboard cannot reach the cluster: %s", error)
                 self._state = {**self._state, "error": str(error)}
                 self._disconnect()
                 pause_s = RETRY_S

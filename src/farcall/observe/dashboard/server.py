@@ -63,7 +63,7 @@ class Dashboard:
         self._token = "" if is_loopback(host) else secrets.token_urlsafe(32)
         if self._token and (tls is None or not tls.serves_web()):
             raise InitError(
-                f"the dashboard is served on {host} over TLS only: give certificates (TlsOptions, FARCALL_TLS_CA, "
+                f"the dashboard needs TLS on {host}: give certificates (TlsOptions, FARCALL_TLS_CA, "
                 "FARCALL_TLS_CERT, FARCALL_TLS_KEY; `farcall certificates` makes them), or serve it on loopback"
             )
         try:
@@ -73,7 +73,7 @@ class Dashboard:
                 protect = partial(tls.web, for_members=False)
                 self._server = WebServer("farcall-dashboard-web", host, port, self._answer, protect=protect)
         except OSError as error:
-            raise InitError(f"the dashboard cannot be served on {host}:{port}: {error}") from error
+            raise InitError(f"cannot serve the dashboard on {host}:{port}: {error}") from error
         self.port: int = self._server.port
         shown = name or (socket.gethostname() if host in ("0.0.0.0", "::") else host)
         place = f"[{shown}]" if ":" in shown else shown

@@ -195,7 +195,7 @@ class References:
         if owned and not self._owner.holds(held):
             raise LookupError(f"{held.ref} is not held here any more")
         if not owned and not self._user.holds(held):
-            raise LookupError(f"{held.ref} is not held here any more: its owner died, or it was dropped")
+            raise LookupError(f"{held.ref} is no longer held here: its owner died, or it was dropped")
         child = self._new_fork(held.ref, held.owner, holder=to, receiver=to)
         # What is sent to the dead goes nowhere, so nothing needs to be kept for it.
         if to in self._live or to == self.me:

@@ -114,7 +114,10 @@ class VersionTaken(_Control, frozen=True, tag=104):
 
 
 class BlockOffered(_Control, frozen=True, tag=105):
-    """Memory of the sender's that versions lie in; its descriptor rides along."""
+    """Memory of the sender's that versions lie in; its descriptor rides along, unless ``size_bytes`` is 0.
+
+    Then the sender had none to spare: what lies in the block has to be fetched.
+    """
 
     block_id: Count
     size_bytes: Count

@@ -369,7 +369,7 @@ class CallTable:
                         raise RpcTimeout(
                             f"RPC ran for more than set timeout ({int(call.timeout_s * 1000)} ms): "
                             f"{name_of(call.what)}() was not sent to {call.peer.info.name}, which is overloaded: "
-                            f"{full.queued} calls waited there for a thread when it said so, and its "
+                            f"{full.queued} calls were waiting there for a thread, and its "
                             f"max_queued_calls is {full.limit}",
                             Delivery.NOT_SENT,
                         )

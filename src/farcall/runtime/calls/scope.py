@@ -115,7 +115,7 @@ def inherit(call: Nested, scope: Scope | None, default_s: float) -> Inherited | 
             if scope.deadline < call.deadline:
                 left_s = scope.deadline - monotonic()
                 if left_s <= 0:
-                    raise RpcTimeout("the time of the call that this function serves is over", Delivery.NOT_SENT)
+                    raise RpcTimeout("the deadline of the call that this function serves has passed", Delivery.NOT_SENT)
                 call.deadline = scope.deadline + GRACE_S
                 call.timeout_s = left_s + GRACE_S
                 return Inherited(left_s, metadata)

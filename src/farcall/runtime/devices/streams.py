@@ -126,7 +126,7 @@ class StreamPool:
             call_streams = self.take()
         except Exception:
             # Whoever waits for the call must hear of it: that says what uses the device, in the call itself.
-            logger.exception("no streams can be had")
+            logger.exception("cannot get CUDA streams")
             return function()
         before, self._taken.call_streams = self._taken.call_streams, call_streams
         try:

@@ -51,8 +51,8 @@ def in_bounded_time(function: Callable[[threading.Event], T], timeout_s: float, 
     if not answered:
         cancelled.set()
         raise Unanswered(
-            f"the store at {place} does not answer: is it a torch store, is its process alive? If another program has "
-            "that port, choose another one (MASTER_PORT, or the url), the same everywhere"
+            f"the store at {place} does not answer. Check that its process is alive. If another program uses that "
+            "port, choose another one (MASTER_PORT, or the url) for all workers"
         )
     thread.join()
     if failure:

@@ -4,7 +4,8 @@ Owns the poller and one thread. Knows nothing of frames, calls or peers: it call
 
 Thread rules
 - Handlers, ``call_soon`` functions and timers run on the I/O thread, and none of them may block or run user code.
-- ``call_soon``, ``timer``, ``watch``, ``silence``, ``listen`` and ``forget`` may be called from any thread.
+- ``call_soon``, ``timer``, ``watch``, ``silence``, ``listen`` and ``forget`` may be called from any thread. What a
+  ``call_soon`` function asks for in turn comes behind timers and descriptors: long work is cut up that way.
 - ``silence`` and ``listen`` change what the poller reports while it sleeps, without waking it: that is how a thread
   that waits for its own answer reads the socket itself and leaves the I/O thread asleep. Only epoll can do that;
   elsewhere ``can_silence`` is False and the I/O thread reads everything.
@@ -310,12 +311,15 @@ class Loop:
                         logger.exception("an I/O handler failed; please report this")
                     if reading.loop is not self:
                         return  # handed over: what else the poller said, it says again to the new thread
-            while self._soon and reading.loop is self:
+            for _ in range(len(self._soon)):
+                # No more than are there now: what these ask for in turn comes behind timers and sockets.
                 try:
                     self._soon.popleft()()
                 except Exception:
                     # A bug of ours; it must not end the thread that everybody depends on.
                     logger.exception("an I/O handler failed; please report this")
+                if reading.loop is not self:
+                    return
 
     def _drain_wakes(self) -> None:
         try:

@@ -193,7 +193,7 @@ class Standby:
         try:
             reader.pass_on()
         except Exception:
-            logger.exception("the role of a reader could not be passed on; please report this")
+            logger.exception("cannot pass on the role of the reader; please report this")
 
     def stop(self) -> None:
         """End the thread."""

@@ -4,9 +4,9 @@ Owns what becomes of a link whose connection breaks; `receive.py` is its reading
 Says ``on_broken`` once.
 
     state  event                                         becomes
-    up     an error, or the end of the stream            down: small frames queue up, who has a large one waits;
-                                                         what had come is read, counted and handed out (I/O thread)
-    up     `break_off`: the peer comes back already      the same
+    up     an error, or the end of the stream            down: small frames queue up, who has a large one waits
+    down   nobody reads any more: `settle`               detached: what had come is read and counted, then handed out
+    up     `break_off`: the peer comes back already      detached
     down   after that ``on_interrupted`` says False      dead: ``on_broken`` is told
     down   `attach`: another connection (I/O thread)     up: goes on where the peer's count says (protocol/session.py)
     down   `connect`: the first connection               up
@@ -15,16 +15,27 @@ Says ``on_broken`` once.
 
 A link begins up, or down if its transport is `Absent`. Who writes to a peer that ends may meet the error before the
 reader has met the peer's last words, answers and its Goodbye among them: hence the second line.
+
+Thread rules
+- Any thread may find that the connection broke. What that changes at once changes under ``_break_lock``: a thread that
+  is slow in between must not pause the next connection.
+- The I/O thread settles the break, and waits for no reader: whoever gives the reader's role up looks afterwards whether
+  the link is up, and has it settled if not (`receive.py`).
+- What a reader leaves to the I/O thread is queued before it gives the role up. So what is queued after `_detach`, when
+  only the I/O thread hands out frames, comes behind all of it: only from there ``on_interrupted`` is asked.
+- A new connection is read by others as soon as `Incoming` has it, and they count acknowledgements: the session has
+  taken the peer's count before.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from farcall.errors import Delivery, PeerDead
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import Allocate, Frame, FrameError, allocate_plainly
-from farcall.protocol.session import Session
+from farcall.protocol.session import Session, SessionError
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.receive import Incoming
 from farcall.runtime.link.send import Outgoing
@@ -36,13 +47,13 @@ class Link:
 
     __slots__ = (
         "__weakref__",
+        "_break_lock",
         "_detached",
         "_final",
         "_loop",
         "_on_broken",
         "_on_interrupted",
         "_reason",
-        "_settled",
         "_told",
         "broken",
         "incarnation",
@@ -89,8 +100,8 @@ class Link:
         """Once it is dead: the calls whose requests were queued and never written."""
         self._reason = ""
         self._final = False
-        self._settled = False
-        self._detached = False
+        self._detached = True  # until `start`
+        self._break_lock = threading.Lock()  # nobody waits while holding it
         self._told = False
         self.broken: str | None = None
         """Why the link will not work any more, or None."""
@@ -102,7 +113,6 @@ class Link:
         )
         if isinstance(transport, Absent):
             self.up = False
-            self._settled = self._detached = True
             self.session.broke()
             self.outgoing.pause()
 
@@ -117,8 +127,11 @@ class Link:
 
     def start(self, first_bytes: bytes = b"") -> None:
         """Begin to read. ``first_bytes`` came behind the handshake and are frames already."""
-        self.incoming.connect(self.transport, first_bytes)
+        self.incoming.connect(first_bytes)
         self.incoming.watch_connection()
+        self._detached = False
+        if not self.up:
+            self._loop.call_soon(self.settle)  # who wrote was told of an error already
 
     # ------------------------------------------------------------------ breaking and going on
 
@@ -132,51 +145,57 @@ class Link:
 
     def _break(self, transport: Transport, reason: str, final: bool = False) -> None:
         """This connection cannot go on. What comes of it is settled on the I/O thread."""
-        if transport is not self.transport or self.broken is not None:
-            return
-        self._final = self._final or final
-        if self.up:
-            self.up = False
-            self._reason = reason
-            transport.interrupt()
-            self.outgoing.pause()
-        elif not final:
-            return
-        self._loop.call_soon(lambda: self._settle(transport))
+        with self._break_lock:
+            if transport is not self.transport or self.broken is not None:
+                return
+            self._final = self._final or final
+            if self.up:
+                self.up = False
+                self._reason = reason
+                transport.interrupt()
+                self.outgoing.pause()
+            elif not final:
+                return
+        self._loop.call_soon(self.settle)
 
-    def _settle(self, transport: Transport) -> None:
-        """On the I/O thread, after a break: will there be another connection?"""
-        if transport is not self.transport or self.broken is not None:
-            return  # there is one already, or the link was closed
+    def settle(self) -> None:
+        """On the I/O thread, after a break and whenever a reader stops after it: let go of the broken connection."""
+        if self.broken is not None:
+            return
         if self._final:
             self.die(self._reason)
-            return
-        is_fresh = not self._detached
-        if is_fresh:
-            self._detach()
-        if is_fresh or self.incoming.undelivered:
-            # The peer's last words come first. Behind those that another thread has read and left to this one; and
-            # queued before a function runs, which may take so long that another thread is the I/O thread then.
-            self._loop.call_soon(lambda: self._settle(transport))
+        elif not self.up and not self._detached:
+            self._detach(waits=False)
+
+    def _detach(self, *, waits: bool, reads_rest: bool = True) -> None:
+        """On the I/O thread: nobody reads from, or writes to, the broken connection any more.
+
+        Not ``waits``: unless somebody reads; who does has it settled afterwards.
+        """
+        with self._break_lock:
+            transport = self.transport  # and whoever broke it has paused it
+        self.incoming.forget_connection()  # or the poller goes on telling that it has ended
+        self.outgoing.detach()
+        if self.incoming.disconnect(transport, reads_rest, waits):
+            self._detached = True
+            self.session.broke()
+            self._loop.call_soon(lambda: self._hand_out(transport))
+
+    def _hand_out(self, transport: Transport) -> None:
+        """On the I/O thread, after `_detach`: the peer's last words. Then: will there be another connection?"""
+        if transport is not self.transport or self.broken is not None:
+            return  # there is one already, or the link was closed
+        if self.incoming.undelivered:
+            # First of all queue this again: a function may take so long that another thread is the I/O thread then.
+            self._loop.call_soon(lambda: self._hand_out(transport))
             self.incoming.deliver()
             return
-        if not self._settled:
-            self._settled = True
-            returns = False
-            try:
-                returns = self._on_interrupted(self._reason)
-            finally:
-                if not returns:
-                    self.die(self._reason)  # also where no thread can be had to dial: nobody must wait for good
-
-    def _detach(self, reads_rest: bool = True) -> None:
-        """On the I/O thread: nobody reads from, or writes to, the broken connection any more."""
-        self._detached = True
-        transport = self.transport
-        self.incoming.forget_connection()
-        self.outgoing.detach()
-        self.incoming.disconnect(transport, reads_rest)
-        self.session.broke()
+        returns = False
+        try:
+            returns = self._on_interrupted(self._reason)
+        finally:
+            if not returns:
+                self.die(self._reason)  # also where no thread can be had to dial: nobody must wait for good
 
     def interrupt(self, reason: str) -> None:
         """Give the connection up, not the link: it is silent, or the peer has lost it. From any thread."""
@@ -190,7 +209,7 @@ class Link:
         if self.broken is None:
             self._break(self.transport, reason)
             if not self._detached:
-                self._detach(reads_rest)
+                self._detach(waits=True, reads_rest=reads_rest)
             self.session.broke()
 
     def connect(self, transport: Transport, first_bytes: bytes) -> None:
@@ -202,13 +221,20 @@ class Link:
     def attach(self, transport: Transport, first_bytes: bytes, received: int) -> None:
         """On the I/O thread: go on over another connection to the same member, which has ``received`` frames.
 
-        Raises ``SessionError`` where that cannot be; then the transport is the caller's to close.
+        Raises ``SessionError`` where that cannot be, and closes ``transport``.
         """
-        self.incoming.connect(transport, first_bytes)
-        self._settled = self._detached = self._final = False
+        try:
+            missing = self.outgoing.resumed(self.session, received)
+            with self._break_lock:
+                self.transport = transport  # what others find out about the old one does not count any more
+            self.incoming.connect(first_bytes)
+        except (SessionError, FrameError) as error:
+            transport.close()
+            raise SessionError(str(error)) from error
+        self._detached = False
         self.up = True
         self.incoming.watch_connection()
-        self.outgoing.attach(transport, self.session, received)
+        self.outgoing.attach(transport, missing)
 
     # ------------------------------------------------------------------ ending
 

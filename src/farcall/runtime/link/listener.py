@@ -80,7 +80,7 @@ class PeerListener:
             except ListenFailed as error:
                 # One way that cannot be set up here (a sandbox without unix sockets) is no reason not to start.
                 failure = error
-                logger.warning("cannot be reached over %s: %s", address.partition(":")[0], error)
+                logger.warning("this node cannot be reached over %s: %s", address.partition(":")[0], error)
             except BaseException:
                 self.close()
                 raise
@@ -156,7 +156,7 @@ class PeerListener:
         descriptor = listener.fileno()
         if not self._was_short:
             self._was_short = True
-            logger.warning("%s: connections wait until there is room; is a limit too low (ulimit -n)?", error)
+            logger.warning("%s: new connections wait; raise the limit of open files (ulimit -n)", error)
         if descriptor is not None:
             self._loop.silence(descriptor)
             self._postponed.append(descriptor)
@@ -177,14 +177,14 @@ class PeerListener:
                 )  # it only knocked: a member that asks whether this node is there, or a health check
                 return
             if count == 0:
-                raise DialFailed("it closed the connection before it proved anything")
+                raise DialFailed("the peer closed the connection during the handshake")
             reply, established = guest.handshake.receive(memoryview(buffer)[:count])
             if established is not None:
                 check_name(guest.transport, established.peer)
                 _check_way(guest.transport, established.peer)
                 reply += self._welcome(guest, established.peer)
             if reply and guest.transport.send((reply,)) < len(reply):
-                raise DialFailed("it does not read")
+                raise DialFailed("the peer does not read")
         except (HandshakeRefused, TransportError) as error:
             claim = guest.handshake.peer_claim
             if claim is not None and len(self.refusals) < MAX_TOLD:

@@ -93,13 +93,12 @@ class Mesh:
         """Be connected to ``member``; else why not."""
         membership = self._membership
         if monotonic() >= deadline + LATE_S:
-            return "time was up before its turn came"
+            return "the time was over before its turn came"
         target = Target.of(member, self._allowed)
         if not target.ways:
             raise InitError(
-                f"{membership.me.name} may use {' and '.join(self._allowed)} only, and {member.name} (rank "
-                f"{member.rank}) cannot be reached over that from here: give both the same transports (option "
-                "`transports`, FARCALL_TRANSPORTS)"
+                f"{membership.me.name} may use {' and '.join(self._allowed)} only, which does not reach {member.name} "
+                f"(rank {member.rank}): give both the same transports (option `transports`, FARCALL_TRANSPORTS)"
             )
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         dial = Dial(Goal.START, until=deadline, now=monotonic(), backoff=backoff)

@@ -13,6 +13,8 @@ One thread at a time reads, the holder of the read lock:
   threads wait for answers on this link.
 - One that meets requests while it waits, and may not run them, soon gives the link back to the I/O thread, which may.
 - A reader about to block (a future's callback that makes a call) first gives up the role: ``stop_reading``.
+- Who gives the role up leaves the rest to the I/O thread: more to read, or a link that is down, to be settled. Of a
+  connection that was given up (`disconnect`) nobody but the I/O thread hands out what is left.
 """
 
 from __future__ import annotations
@@ -72,6 +74,9 @@ class Connected(Protocol):
     up: bool
     session: Session
     outgoing: Outgoing
+
+    def settle(self) -> None:
+        """On the I/O thread: the link is down, and nobody reads."""
 
     def broke(self, error: Exception, transport: Transport) -> None:
         """Reading failed."""
@@ -145,11 +150,9 @@ class Incoming:
 
     # ------------------------------------------------------------------ connections come and go
 
-    def connect(self, transport: Transport, first_bytes: bytes) -> None:
-        """Read from ``transport`` from now on; ``first_bytes`` came behind its handshake and are frames already."""
+    def connect(self, first_bytes: bytes) -> None:
+        """Read the link's connection from now on; ``first_bytes`` came behind its handshake and are frames already."""
         with self._read_lock:
-            self._link.transport = transport
-            self._descriptor = transport.fileno()
             self._ended = False
             while first_bytes:
                 view = self._decoder.writable()
@@ -157,6 +160,7 @@ class Incoming:
                 view[: len(chunk)] = chunk
                 first_bytes = first_bytes[len(chunk) :]
                 self._count(len(chunk))
+            self._descriptor = self._link.transport.fileno()  # from here on others may read
 
     def _count(self, count: int) -> None:
         """Decode and count ``count`` received bytes; their frames are delivered later, and acknowledged with others."""
@@ -182,12 +186,15 @@ class Incoming:
         if self._descriptor is not None:
             self._loop.forget(self._descriptor)
 
-    def disconnect(self, transport: Transport, reads_rest: bool) -> None:
+    def disconnect(self, transport: Transport, reads_rest: bool, waits: bool) -> bool:
         """On the I/O thread: nobody reads from the broken connection any more, and it is closed.
 
-        ``reads_rest``: after all that came over it is decoded and counted; `deliver` hands it out.
+        ``reads_rest``: after all that came over it is decoded and counted; `deliver` hands it out. False, unless this
+        ``waits``: somebody reads at this moment.
         """
-        with self._read_lock:
+        if not self._read_lock.acquire(waits):
+            return False
+        try:
             self._descriptor = None
             self._lingering.clear()
             if reads_rest and not self._ended:
@@ -200,6 +207,9 @@ class Incoming:
                 os.close(self._descriptors.pop())
             self._decoder.restart()
             transport.close()
+        finally:
+            self._read_lock.release()
+        return True
 
     def _read_rest(self, transport: Transport) -> None:
         """Holding the read lock: read what came before the connection broke. What is left then counts as lost."""
@@ -218,7 +228,7 @@ class Incoming:
     @property
     def undelivered(self) -> bool:
         """Are there frames that nobody has dealt with, after `disconnect`?"""
-        return bool(self._frames) or self._read_lock.locked()
+        return bool(self._frames)
 
     def deliver(self) -> None:
         """On the I/O thread: hand out what is decoded, as far as time allows; reads nothing where the link is down."""
@@ -283,7 +293,7 @@ class Incoming:
         guard = sigint.of_thread()
         guard.depth += 1
         try:
-            may_help = self._descriptor is not None and loop.can_silence
+            may_help = self._descriptor is not None and link.up and loop.can_silence
             helping = may_help and self._read_lock.acquire(False)
             if helping:
                 self._begin_helping()
@@ -295,7 +305,8 @@ class Incoming:
                 elif self._read_lock.acquire(True, IO_READS_S):
                     self._begin_helping()
                     helping = True
-            if not helping or (self._frames and not self._deliver()):
+            # A connection that broke before we had the role may be gone: what came over it the I/O thread hands out.
+            if not helping or self._descriptor is None or (self._frames and not self._deliver()):
                 return
             transport, decoder = link.transport, self._decoder
             try:
@@ -418,8 +429,13 @@ class Incoming:
                 elif self._descriptor is not None and self._link.up:
                     self._loop.listen(self._descriptor)
             self._read_lock.release()
-            if self._frames or (self._link.transport.buffered and self._link.up):
-                self._loop.call_soon(self._read)
+            link = self._link
+            if self._frames or not link.up or link.transport.buffered:
+                self._leave_rest()
+
+    def _leave_rest(self) -> None:
+        """After the read lock was given back: the I/O thread reads on, or settles what becomes of a broken link."""
+        self._loop.call_soon(self._read if self._link.up else self._link.settle)
 
     def is_used(self) -> None:
         """A request is sent whose answer nobody waits for yet: the helping reader, if there was one, goes on."""
@@ -485,8 +501,8 @@ class Incoming:
         if was_helping and self._descriptor is not None and self._link.up:
             self._loop.listen(self._descriptor)
         self._read_lock.release()
-        if self._frames or (self._link.transport.buffered and self._link.up):
-            self._loop.call_soon(self._read)
+        if self._frames or not self._link.up or self._link.transport.buffered:
+            self._leave_rest()
         if not was_helping:
             self._loop.hand_over()
 

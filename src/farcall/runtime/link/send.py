@@ -129,7 +129,7 @@ class Outgoing:
 
     def flush_behind_others(self) -> None:
         """Like ``flush``, before the link is closed: whoever writes now would look at the outbox again too late."""
-        if self._outbox and not self.queue.down:
+        if self._outbox:
             sigint.enter()
             try:
                 with self._write_lock:  # its holder does not wait
@@ -178,8 +178,7 @@ class Outgoing:
     def _check_time(self, deadline: float) -> None:
         if monotonic() >= deadline:
             raise RpcTimeout(
-                f"{self._name} did not take the bytes queued before this message in time: it is stopped, or too busy "
-                "to read",
+                f"{self._name} did not read the bytes queued before this message in time: it is stopped, or too busy",
                 Delivery.NOT_SENT,
             )
 
@@ -208,8 +207,8 @@ class Outgoing:
             if not in_time:
                 self._return_chunk(message)
                 raise RpcTimeout(
-                    f"{self._name} did not take a message of {message.size_bytes} bytes in time: it is stopped, or too "
-                    "busy to read"
+                    f"{self._name} did not read a message of {message.size_bytes} bytes in time: it is stopped, or "
+                    "too busy"
                 )
             self._chunk_size.took(message.cut_bytes - before, monotonic() - began)
             if message.cut_bytes == message.size_bytes:
@@ -274,9 +273,7 @@ class Outgoing:
                 if monotonic() >= deadline:
                     break
                 self._wait_writable(WAIT_SLICE_S)
-            raise RpcTimeout(
-                f"{self._name} took no bytes in time: it is stopped, or too busy to read", Delivery.NOT_SENT
-            )
+            raise RpcTimeout(f"{self._name} read no bytes in time: it is stopped, or too busy", Delivery.NOT_SENT)
         except TransportError as error:
             self._on_error(error, self._transport)
         except _Interrupted:
@@ -372,6 +369,9 @@ class Outgoing:
 
     def _drain(self) -> None:
         """Under the write lock, and shielded: send the outbox as far as the kernel takes it now."""
+        if self.queue.down:
+            self._blocked = True  # it broke before we had the lock: what counts as written may be settled already
+            return
         try:
             before = self.bytes_sent
             fresh = False
@@ -437,8 +437,8 @@ class Outgoing:
 
     def pause(self) -> None:
         """The connection is broken: nothing is written until there is another one. From any thread, without a lock."""
-        self.queue.down = True
         self._blocked = True
+        self.queue.down = True
         self.queue.full = True
         self.queue.wake_waiting()  # some of them wait for the end
 
@@ -450,10 +450,18 @@ class Outgoing:
             self._unsent.clear()
             self.queue.queued_bytes = sum(map(len, tuple(self._outbox)))
 
-    def attach(self, transport: Transport, session: Session, received: int) -> None:
-        """On the I/O thread: go on over ``transport``, with what the peer, which has ``received`` frames, lacks."""
+    def resumed(self, session: Session, received: int) -> list[Piece]:
+        """On the I/O thread, after `detach`: what the peer, which has ``received`` frames, lacks.
+
+        From here to `attach` nothing is written, nor counts as written.
+        """
         with self._write_lock:
-            self._unsent = deque(memoryview(piece) for piece in session.resumed(received))
+            return session.resumed(received)
+
+    def attach(self, transport: Transport, missing: Sequence[Piece]) -> None:
+        """On the I/O thread: go on over ``transport``, beginning with what ``resumed`` gave."""
+        with self._write_lock:
+            self._unsent = deque(memoryview(piece) for piece in missing)
             self.queue.queued_bytes += _size(self._unsent)
             self._transport = transport
             self._descriptor = transport.fileno()
@@ -477,9 +485,10 @@ class Outgoing:
         self.queue.wait_while(lambda: bool(self._large) and not self.queue.down and not self.queue.closed, deadline)
         if not self.queue.down and self._write_lock.acquire(True, bounded(deadline - monotonic())):
             try:
-                self._unsent.extend(map(memoryview, self._take_outbox()))
-                if not self.queue.closed and self._write_out(deadline):
-                    self._transport.end_sending()
+                if not self.queue.down and not self.queue.closed:
+                    self._unsent.extend(map(memoryview, self._take_outbox()))
+                    if self._write_out(deadline):
+                        self._transport.end_sending()
             except _Interrupted:
                 pass  # the peer was faster
             finally:

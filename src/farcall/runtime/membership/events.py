@@ -112,7 +112,7 @@ class MemberEvents:
                 try:
                     callback(event)
                 except Exception:
-                    logger.exception("a callback failed to hear that %s %s", event.worker.name, event.kind)
+                    logger.exception("a callback failed when %s %s", event.worker.name, event.kind)
 
     def drop(self) -> None:
         """The node ended first."""

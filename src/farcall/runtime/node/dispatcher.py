@@ -134,11 +134,11 @@ class Dispatcher:
         ends count as delivered, so the link cannot go on.
         """
         if isinstance(error, RpcError):
-            logger.info("%s: a message of %s had no effect: %s", self._name, peer.info.name, error)
+            logger.info("%s: ignored a message from %s: %s", self._name, peer.info.name, error)
         elif isinstance(peer, RemotePeer):
             if not isinstance(error, SegmentRefused):
-                logger.error("%s: a message of %s cannot be handled", self._name, peer.info.name, exc_info=error)
-            peer.link.abort(f"{peer.info.name} sent what cannot be handled: {type(error).__name__}: {error}")
+                logger.error("%s: cannot handle a message from %s", self._name, peer.info.name, exc_info=error)
+            peer.link.abort(f"cannot handle a message from {peer.info.name}: {type(error).__name__}: {error}")
         else:
             raise error
 
@@ -164,9 +164,7 @@ class Dispatcher:
         if kind == LETTER:
             handle = self._letters.get(frame.call_id)
             if handle is None:
-                logger.error(
-                    "%s: %s sent a letter of an unknown subject, %d", self._name, peer.info.name, frame.call_id
-                )
+                logger.error("%s: %s sent a letter of unknown subject %d", self._name, peer.info.name, frame.call_id)
             else:
                 handle(peer, frame)
             return
@@ -219,7 +217,7 @@ class Dispatcher:
             refusal = encode_refusal(Refusal(self._admission.queued, self._admission.limit))
             peer.send(Frame(FAILURE, REFUSED, frame.call_id, payload=refusal))
         except RpcError as error:
-            logger.info("%s: %s was not told that its call was refused: %s", self._name, peer.info.name, error)
+            logger.info("%s: cannot tell %s that its call was refused: %s", self._name, peer.info.name, error)
 
     def redeliver(self, peer: Peer, frame: Frame) -> None:
         """On the I/O thread: take a message that the references of this node have deferred."""

@@ -63,6 +63,6 @@ def _succeed(expelled: Runtime, successor: Runtime, hold: Callable[[Runtime], No
     expelled.successor = successor
     slot.succeed(expelled, successor)
     info, why = successor.info, str(expelled.why_ended)
-    logger.warning("%s is back, as a new member: what it held before is lost", info.name)
+    logger.warning("%s is back as a new member; the values it held are lost", info.name)
     successor.event_log.note("rejoined", info.name, text=why)
     successor.member_events.tell(MemberEvent("rejoined", info, incarnation_text(successor.me.incarnation), why))

@@ -361,7 +361,7 @@ class RemotePeer(Peer):
         descriptor = self.link.incoming.take_descriptor()
         try:
             if descriptor is None:
-                raise SegmentRefused("its descriptor did not come along")
+                raise SegmentRefused("its descriptor is missing")
             if self.segments is None:
                 os.close(descriptor)
                 raise SegmentRefused("shared memory is switched off here")

@@ -139,8 +139,8 @@ class Upkeep:
                 self._again = False
             try:
                 if not is_served(self._place):
-                    raise StoreLost(f"nobody serves {self._place.name} any more")
+                    raise StoreLost(f"{self._place.name} is no longer served")
                 self._contacts.refresh(self._peers.watch.members(), self._peers.is_over)
             except Exception as error:
-                logger.info("the list of contacts is not kept up any more: %s", error)
+                logger.info("no longer updating the list of contacts: %s", error)
                 self._stopped.set()

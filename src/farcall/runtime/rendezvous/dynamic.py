@@ -97,7 +97,7 @@ def meet(place: MeetingPlace, me: Member, options: RpcBackendOptions, deadline: 
                 if isinstance(error, RpcError):
                     raise
                 if monotonic() + _LONGEST_PAUSE_S >= deadline:
-                    raise InitError(f"the store at {place.name} cannot be used: {error}") from error
+                    raise InitError(f"cannot use the store at {place.name}: {error}") from error
                 cancelled.wait(_LONGEST_PAUSE_S)  # its host went away; perhaps it starts anew
 
     store, contacts, group = in_bounded_time(enter, deadline - monotonic(), place.name)
@@ -188,7 +188,7 @@ class Search:
         if not left:
             whys = "".join(f"; {name}: {why}" for name, why in self._why.items())
             raise GroupIsOver(
-                f"{self._me.name} was not let in: nobody of the group is there any more{whys}", self._meeting.cluster_id
+                f"{self._me.name} was not let in: no member of the group is left{whys}", self._meeting.cluster_id
             )
         cancelled = self._meeting.cancelled
         for member in left:

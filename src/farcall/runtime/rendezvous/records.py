@@ -50,7 +50,7 @@ def secret_of(options: RpcBackendOptions) -> Secret:
         key = private_bytes(directory, _KEY_FILE, _KEY_BYTES)
     except OSError as error:
         raise InitError(
-            f"no secret was given, and no key can be kept that only this user reads: {error}; {ADD_A_SECRET}"
+            f"no secret was given, and farcall cannot keep a key for this user: {error}; {ADD_A_SECRET}"
         ) from error
     return Secret(hkdf_expand(hkdf_extract(b"farcall user", key), b"secret"))
 
@@ -96,7 +96,7 @@ class Proofs:
         return hmac.digest(proving, f"{key}\n{text}".encode("utf-8", "replace"), "sha256").hex()
 
     def _unproved(self, key: str, text: bytes) -> WrongSecret:
-        who, theirs = f"whoever wrote the record {key!r}", "another secret"
+        who, theirs = f"the writer of the record {key!r}", "another secret"
         try:
             claim = msgspec.json.decode(text, type=_Claim)
             who = f"rank {claim.member.rank}, which calls itself {claim.member.name!r},"

@@ -248,8 +248,8 @@ class StaticRendezvous:
             if isinstance(outcome, Formed) or self._open.store.add(beat_key, 0) != beat:
                 other = read_slot(holder).member
                 raise BadRank(
-                    f"rank {self._me.rank} is taken: another process, {other.name!r}, has it, so this one "
-                    f"({self._me.name!r}) cannot; give every process a rank of its own"
+                    f"rank {self._me.rank} is taken by another process, {other.name!r}, so {self._me.name!r} cannot "
+                    "have it: give every process a rank of its own"
                 )
             dead_s = max(_DEAD_S, _DEAD_BEATS * _beat_s(read_slot(holder).world_size))
             if time.monotonic() - silent_since > dead_s:
@@ -305,7 +305,9 @@ class StaticRendezvous:
             raise StoreLost("our record vanished from it")
         if holder != self._slot_text.encode():
             other = read_slot(holder).member.name
-            raise BadRank(f"rank {self._me.rank} was taken over by another process, {other!r}, as this one stood still")
+            raise BadRank(
+                f"rank {self._me.rank} was taken over by another process, {other!r} while this one was stopped"
+            )
         return True
 
     def _propose(self) -> None:
@@ -446,7 +448,7 @@ class StaticRendezvous:
         if missing or self._gave_up:
             raise self._missing(missing or sorted(self._gave_up), "")
         silent = [rank for rank in range(self.place.world_size) if rank != self._me.rank]
-        raise self._missing(silent, "; records of all are there, but not everybody answers for its own")
+        raise self._missing(silent, "; all left a record, but these do not answer")
 
     def _missing(self, ranks: list[int], why: str) -> MissingPeers:
         known = {**self._gave_up, **self._names}

@@ -241,7 +241,7 @@ def _open_file(place: MeetingPlace) -> KeyStore:
     directory = os.path.dirname(place.path) or "."
     if not os.path.isdir(directory):
         # The store would try again for minutes.
-        raise InitError(f"cannot meet at {place.name}: there is no directory {directory}")
+        raise InitError(f"cannot meet at {place.name}: the directory {directory} does not exist")
     try:
         # Its own user's: torch would make it readable to all.
         os.close(os.open(place.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
@@ -263,7 +263,7 @@ def _open_tcp(place: MeetingPlace, deadline: float, cancelled: threading.Event) 
             if "EADDRINUSE" not in str(error) and "in use" not in str(error):
                 raise InitError(
                     f"cannot serve a store on port {place.port}: {error}; choose another one (MASTER_PORT, or the "
-                    "url), the same everywhere"
+                    "url) for all workers"
                 ) from error
         return _ask_who_is_there(place, deadline)
     _wait_until_reachable(place, deadline, cancelled)
@@ -367,13 +367,13 @@ def is_served(place: MeetingPlace) -> bool:
 def _unreachable(place: MeetingPlace, error: Exception) -> InitError:
     if place.hosted_by_agent:
         return InitError(
-            f"cannot reach the store of who started this process (torchrun, or farcall run) at {place.name}: {error}"
+            f"cannot reach the store of torchrun or farcall run, which started this process, at {place.name}: {error}"
         )
     if place.rank == 0:
         first_line = str(error).partition("\n")[0]
         return InitError(
             f"port {place.port} is in use here{_by_whom(place.port)}, but no store answers at {place.name}: choose "
-            f"another one (MASTER_PORT, or the url), the same everywhere ({first_line})"
+            f"another port (MASTER_PORT, or the url) for all workers ({first_line})"
         )
     return MissingPeers(
         f"rank 0 is missing: it serves the store at {place.name}, which could not be reached in time "

@@ -79,16 +79,14 @@ def check_kinds(kinds: str | Iterable[str] | None) -> frozenset[str]:
         return CALLS
     given = frozenset({kinds} if isinstance(kinds, str) else kinds)
     if not given:
-        raise ValueError("kind names no message at all: leave it out to mean those of calls")
+        raise ValueError("kind is empty: leave it out for the messages of calls")
     if memory := given & _MEMORY_NAMES:
         raise ValueError(
             f"{', '.join(sorted(memory))}: messages about shared memory cannot be lost or repeated without corrupting "
             "memory; cut the connection instead, or give the workers shared_memory=False"
         )
     if unknown := given - KINDS:
-        raise ValueError(
-            f"there is no message called {', '.join(sorted(unknown))}; there are {', '.join(sorted(KINDS))}"
-        )
+        raise ValueError(f"unknown messages: {', '.join(sorted(unknown))}; choose from {', '.join(sorted(KINDS))}")
     return given
 
 

@@ -128,12 +128,10 @@ class Rule:
         self.at_once: bool = kind is None and function is None and isinstance(fault, OF_CONNECTIONS)
         """Of a fault of connections: it waits for no message."""
         if self.at_once and (skip or probability < 1.0):
-            raise ValueError("skip and probability count messages: say of which kind")
+            raise ValueError("skip and probability need a kind of message: give kind")
         named = function if function is None or isinstance(function, str) else encode_function(function)
         if named is None and function is not None:
-            raise ValueError(
-                f"{function!r} has no name that travels in a request of its own, so it cannot be told there"
-            )
+            raise ValueError(f"a rule cannot match {function!r}: requests do not carry its name")
         self.fault = fault
         self.kinds: frozenset[str] = check_kinds("request" if kind is None and function is not None else kind)
         self.to: frozenset[str] | None = _names(to)

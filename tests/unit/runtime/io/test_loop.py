@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
@@ -42,6 +43,31 @@ def test_a_function_that_raises_ends_nothing(loop: Loop, caplog: pytest.LogCaptu
     loop.call_soon(done.set)
     assert done.wait(PATIENCE_S)
     assert "please report this" in caplog.text
+
+
+def test_functions_that_ask_for_more_let_timers_and_descriptors_in(loop: Loop) -> None:
+    timed, told, given_up = threading.Event(), threading.Event(), threading.Event()
+    timer = loop.timer(lambda now: timed.set() or NEVER)
+    there, here = os.pipe()
+    os.write(here, b"x")
+
+    def begin() -> None:
+        timer.at(0.0)
+        loop.watch(there, lambda events: loop.forget(there) or told.set())
+        again()
+
+    def again() -> None:
+        if not (timed.is_set() and told.is_set()) and not given_up.is_set():
+            loop.call_soon(again)
+
+    loop.call_soon(begin)
+    try:
+        assert timed.wait(PATIENCE_S)
+        assert told.wait(PATIENCE_S)
+    finally:
+        given_up.set()
+        os.close(here)
+        os.close(there)
 
 
 def test_a_timer_is_called_when_it_is_due(loop: Loop) -> None:

@@ -244,6 +244,36 @@ def test_the_io_thread_waits_for_a_reader_that_stops_and_for_no_other(joined: tu
     assert lock.attempts[:3] == [(False,), (False,), (True, IO_READS_S)]
 
 
+class Overtaken:
+    """A read lock that is given to a helping reader only after its connection has been given up."""
+
+    def __init__(self, end: End) -> None:
+        self._end = end
+        self._lock = end.link.incoming._read_lock
+        self.release = self._lock.release
+        self.locked = self._lock.locked
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        self._end.link.incoming._read_lock = self._lock  # type: ignore[assignment]
+        self._end.link.break_off("for the test")
+        return self._lock.acquire(blocking, timeout)
+
+
+def test_who_gets_the_role_after_the_break_leaves_the_last_words_to_the_io_thread() -> None:
+    near, far = socket.socketpair()
+    end = End("near", UnixTransport(near))
+    readers: Queue[bool] = Queue()
+    end.link.incoming._on_frame = lambda frame: readers.put(end.loop.on_thread())
+    end.loop.silence(near.fileno())  # what comes is left to the break to read
+    far.send(small(1))
+    end.link.incoming._read_lock = Overtaken(end)  # type: ignore[assignment]
+    end.link.incoming.help_until(Never(), monotonic() + PATIENCE_S)
+    assert readers.get(timeout=PATIENCE_S)
+    assert end.broken.get(timeout=PATIENCE_S) == "for the test"
+    end.close()
+    far.close()
+
+
 class Never:
     """An answer that does not come."""
 
@@ -367,7 +397,7 @@ def test_the_end_of_the_peer_is_told_once(ends: tuple[End, End]) -> None:
 def test_garbage_breaks_the_link(ends: tuple[End, End]) -> None:
     left, right = ends
     left.link.outgoing.send(b"this is no frame at all, and it is long enough to see that")
-    assert "starts no frame" in right.broken.get(timeout=PATIENCE_S)
+    assert "not the start of a frame" in right.broken.get(timeout=PATIENCE_S)
 
 
 class Late(deque[Frame]):

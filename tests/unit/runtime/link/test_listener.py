@@ -135,7 +135,7 @@ def test_out_of_descriptors_the_door_does_not_look_out_without_a_pause(
     guest = dial(door.addresses[0], LONG_S)
     wait_until(lambda: len(door._guests) == 1)
     assert tries[0] <= 6  # four refusals, the guest, and nobody behind it
-    assert sum("wait until there is room" in record.message for record in caplog.records) == 1
+    assert sum("new connections wait" in record.message for record in caplog.records) == 1
     guest.close()
     loop.stop()
     door.close()

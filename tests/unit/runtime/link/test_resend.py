@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from queue import Queue
+from time import monotonic
 
 import pytest
 from tests.kit.waiting import wait_until
@@ -12,8 +13,9 @@ from tests.kit.waiting import wait_until
 from farcall.errors import Delivery, PeerDead, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import CONTROL, REQUEST, Frame, encode_frame, encode_small
-from farcall.protocol.session import ACKNOWLEDGE_FRAMES, SessionError
+from farcall.protocol.session import ACKNOWLEDGE_FRAMES, SessionError, State
 from farcall.runtime.io.loop import Loop
+from farcall.runtime.io.reader import reading
 from farcall.runtime.link.link import Link
 from farcall.transport.interface import TransportForged
 from farcall.transport.memory import MemoryTransport, memory_pair
@@ -100,6 +102,12 @@ def large(number: int, size: int = 1 << 20) -> list[bytes | memoryview]:
     return encode_frame(REQUEST, 0, number, b"", b"", b"", [memoryview(bytearray([number]) * size)])
 
 
+def stop_reading(end: End) -> None:
+    """The other thread, for which a test took the read lock, stops."""
+    reading.link = end.link.incoming
+    end.link.incoming.end_reading()
+
+
 def cut(end: End) -> None:
     """The connection breaks at this end; what is in it is lost."""
     end.link.transport.close()
@@ -146,7 +154,7 @@ def test_frames_in_the_connection_are_written_again_once(ends: tuple[End, End]) 
     left.link.interrupt("for the test")
     left.interrupted.get(timeout=PATIENCE_S)
     cut(right)
-    right.link.incoming._read_lock.release()
+    stop_reading(right)
     right.interrupted.get(timeout=PATIENCE_S)
     rejoin(ends)
     assert [right.next() for _ in range(300)] == list(range(300))
@@ -161,7 +169,7 @@ def test_frames_that_came_before_the_break_are_not_written_again(ends: tuple[End
     left.link.interrupt("for the test")
     left.interrupted.get(timeout=PATIENCE_S)
     right.link.interrupt("for the test")
-    right.link.incoming._read_lock.release()
+    stop_reading(right)
     right.interrupted.get(timeout=PATIENCE_S)
     assert right.link.session.received == right.frames.qsize() == WHOLE
     rejoin(ends)
@@ -185,7 +193,7 @@ class Alone:
         self.end.link.outgoing.send(small(100))
 
     def read_on(self) -> None:
-        self.end.link.incoming._read_lock.release()
+        stop_reading(self.end)
 
 
 @pytest.fixture
@@ -213,6 +221,56 @@ def test_the_last_words_of_a_peer_come_before_the_news_of_the_break(alone: Alone
     assert end.link.session.received == 3
     if not may_return:
         assert "the stream has ended" in end.broken.get(timeout=PATIENCE_S)
+
+
+def test_the_end_of_a_link_that_another_thread_reads_neither_holds_nor_spins_the_io_thread(alone: Alone) -> None:
+    end = alone.end
+    alone.write_to_a_peer_that_ends_with(small(1))
+    left: list[int] = []
+    for _ in range(3):
+        end.on_loop(lambda: left.append(len(end.loop._soon)))
+    assert left == [0, 0, 0]
+    assert end.interrupted.empty()
+    alone.read_on()
+    end.interrupted.get(timeout=PATIENCE_S)
+    assert end.next() == 1
+
+
+class Slow(MemoryTransport):
+    """Who interrupts it is slow."""
+
+    def __init__(self, transport: MemoryTransport) -> None:
+        super().__init__(transport._incoming, transport._outgoing, "slow")
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def interrupt(self) -> None:
+        self.begun.set()
+        assert self.goes_on.wait(PATIENCE_S)
+        super().interrupt()
+
+
+def test_a_thread_that_is_slow_to_break_a_connection_does_not_pause_the_next_one() -> None:
+    near, far = memory_pair()
+    transport = Slow(near)
+    end = End("late", transport)
+    end.link.incoming._read_lock.acquire()
+    slow = threading.Thread(target=end.link.interrupt, args=("for the test",))
+    slow.start()
+    assert transport.begun.wait(PATIENCE_S)
+    stop_reading(end)  # which has the break settled
+    assert end.interrupted.empty()
+    assert not end.link._detached
+    transport.goes_on.set()
+    end.interrupted.get(timeout=PATIENCE_S)
+    slow.join(PATIENCE_S)
+    end.link.session.resume()
+    near, other = memory_pair()
+    end.on_loop(lambda: end.link.attach(near, b"", 0))
+    end.link.outgoing.send(small(1))
+    assert other.wait_readable(PATIENCE_S)
+    end.close()
+    far.close()
+    other.close()
 
 
 def test_last_words_that_are_no_frames_are_an_end(alone: Alone) -> None:
@@ -279,7 +337,7 @@ def test_a_large_message_in_the_middle_goes_on_over_the_next_connection(ends: tu
         cut(right)
     else:
         right.link.interrupt("for the test")
-    right.link.incoming._read_lock.release()
+    stop_reading(right)
     right.interrupted.get(timeout=PATIENCE_S)
     assert writer.is_alive()
     rejoin(ends)
@@ -352,7 +410,7 @@ def test_an_error_while_that_is_found_out_is_an_end_too(ends: tuple[End, End]) -
 def test_garbage_is_no_break_but_an_end(ends: tuple[End, End]) -> None:
     left, right = ends
     left.link.outgoing.send(b"this is no frame at all, and it is long enough to see that")
-    assert "starts no frame" in right.broken.get(timeout=PATIENCE_S)
+    assert "not the start of a frame" in right.broken.get(timeout=PATIENCE_S)
     assert right.interrupted.empty()
 
 
@@ -363,7 +421,49 @@ def test_a_count_that_cannot_be_is_refused(ends: tuple[End, End]) -> None:
     transport, other = memory_pair()
     with pytest.raises(SessionError, match="5 frames"):
         left.on_loop(lambda: left.link.attach(transport, b"", 5))
+    assert transport.closed
+    assert left.link.transport is not transport
     other.close()
+
+
+def test_garbage_behind_the_handshake_is_refused(ends: tuple[End, End]) -> None:
+    left, _ = ends
+    lose(ends)
+    left.link.session.resume()
+    transport, other = memory_pair()
+    with pytest.raises(SessionError, match="no frame"):
+        left.on_loop(lambda: left.link.attach(transport, b"this is no frame at all, and it is long enough", 0))
+    assert transport.closed
+    other.close()
+
+
+def test_nobody_reads_a_new_connection_before_the_session_has_taken_the_count(ends: tuple[End, End]) -> None:
+    left, _ = ends
+    lose(ends)
+    left.link.session.resume()
+    states: list[State] = []
+
+    class Asked(MemoryTransport):
+        def fileno(self) -> int | None:
+            states.append(left.link.session.state)  # asked by those who are about to read, or to write
+            return None
+
+    transport, other = memory_pair()
+    left.on_loop(lambda: left.link.attach(Asked(transport._incoming, transport._outgoing, "asked"), b"", 0))
+    assert set(states) == {State.CONNECTED}
+    other.close()
+
+
+def test_nothing_counts_as_written_between_two_connections(ends: tuple[End, End]) -> None:
+    left, right = ends
+    lose(ends)
+    left.link.outgoing._blocked = False  # as a thread has it that looked before the break
+    left.link.outgoing.send(small(1))
+    left.link.outgoing.flush_behind_others()
+    left.link.outgoing.end_sending(monotonic() + PATIENCE_S)
+    assert not left.link.session.kept
+    rejoin(ends)
+    assert right.next() == 1
 
 
 def test_little_is_kept_in_a_dialogue_and_in_a_stream(ends: tuple[End, End]) -> None:

@@ -176,7 +176,7 @@ def test_a_second_process_with_one_rank_is_told_and_does_no_harm(store: Any, sta
     first = start("first", 1, 3)
     zero = start("zero", 0, 3)
     wait_until(lambda: store.check(["farcall/0/0/slot/1"]))
-    with pytest.raises(BadRank, match=r"rank 1 is taken: another process, 'first'.*'second'"):
+    with pytest.raises(BadRank, match=r"rank 1 is taken by another process, 'first'.*'second'"):
         start("second", 1, 3).result(30)
     assert [m.name for m in joined([start("two", 2, 3), zero, first])[0].members] == ["zero", "first", "two"]
 
@@ -344,7 +344,7 @@ def test_a_dead_process_leaves_no_trace_in_the_table(store: Any, start: Any) -> 
 
 def test_a_dead_record_never_completes_a_table(store: Any, start: Any) -> None:
     store.set("farcall/0/0/slot/1", stale_slot("dead", 1, 2))
-    with pytest.raises(MissingPeers, match="not everybody answers") as caught:
+    with pytest.raises(MissingPeers, match="these do not answer") as caught:
         start("alive", 0, 2, 1.5).result(30)
     assert caught.value.missing == ("dead",)
 
@@ -515,5 +515,5 @@ def test_a_bad_name_is_refused_before_anything_happens(name: str) -> None:
 
 
 def test_a_file_in_a_directory_that_is_not_there_is_told_at_once() -> None:
-    with pytest.raises(InitError, match="no directory /not/there"):
+    with pytest.raises(InitError, match="the directory /not/there does not exist"):
         join("a", 0, 1, RpcBackendOptions(init_method="file:///not/there/store"), [])

@@ -162,9 +162,9 @@ def test_kinds_are_checked():
     assert check_kinds(None) == CALLS
     assert check_kinds("Release") == {"Release"}
     assert check_kinds(["call", "letter"]) == {"call", "letter"}
-    with pytest.raises(ValueError, match=r"no message called .*there are .*request"):
+    with pytest.raises(ValueError, match=r"unknown messages: requests; choose from .*request"):
         check_kinds("requests")
     with pytest.raises(ValueError, match="corrupting memory"):
         check_kinds(["request", "BlocksReleased"])
-    with pytest.raises(ValueError, match="no message at all"):
+    with pytest.raises(ValueError, match="kind is empty"):
         check_kinds([])

@@ -77,7 +77,7 @@ def test_a_function_by_itself_or_by_name():
     assert chosen(faults, "a", "b", 1, by_itself) == [True]
     assert chosen(faults, "a", "b", 1, by_name) == [True]
     assert chosen(faults, "a", "b", 1, CALL) == [False]
-    with pytest.raises(ValueError, match="no name that travels"):
+    with pytest.raises(ValueError, match="requests do not carry its name"):
         faults.drop(function=partial(chosen, faults))
 
 
