@@ -35,7 +35,7 @@ PAUSE_S = 0.004
 TIMEOUTS_S = (0.3, 8.0, 8.0, 8.0)
 """What a call may take: often enough for any verdict to come first, and sometimes not."""
 THREADS = 2
-SETTLING_S = 10.0
+SETTLING_S = 30.0
 
 
 class Outcome(NamedTuple):

@@ -33,10 +33,16 @@ def hold(seconds: int) -> str:
     return "held"
 
 
-def call(to: str, seconds: int) -> str:
+def hold_until_told(pipe: str) -> str:
+    """Keep the interpreter until somebody opens the other end of a named pipe."""
+    os.close(ctypes.PyDLL(None).open(pipe.encode(), os.O_RDONLY))
+    return "held"
+
+
+def call(to: str, pipe: str) -> str:
     """On a worker, whose interpreter is kept while the call is under way."""
-    future = farcall.rpc_async(to, int, ("7",), timeout=LONG_S)
-    hold(seconds)
+    future = farcall.rpc_async(to, int, ("7",), timeout=4 * LONG_S)
+    hold_until_told(pipe)
     return f"got {future.wait()}"
 
 
@@ -73,6 +79,18 @@ class Group:
     def newcomer(self, name: str, rank: int) -> farcall.Node:
         return farcall.Node(name, rank, options=farcall.RpcBackendOptions(init_method=self.url, **self.options))
 
+    def tell_when_long_silent(self, name: str, pipe: str) -> None:
+        """Let a member go that keeps its interpreter, when it has been silent for longer than all of QUICK together."""
+        wait_until(lambda: ("unresponsive", name) in self.events)
+        wait_until(
+            lambda: any(
+                member.name == name and (member.unresponsive_s or 0.0) > 4 * QUICK.suspicion_s
+                for member in self.node.members()
+            )
+        )
+        with open(pipe, "w"):
+            pass
+
     def check_nobody_lost(self) -> None:
         """All answer, all are alive to each other, and nobody was ever held for dead, here or elsewhere."""
         names = [member.name for member in self.node.members()]
@@ -106,17 +124,24 @@ def group(tmp_path: Any, size: int, *, is_static: bool, **options: Any) -> Itera
             worker.end()
 
 
+def named_pipe(folder: Any) -> str:
+    os.mkfifo(folder / "pipe")
+    return str(folder / "pipe")
+
+
 sizes = pytest.mark.parametrize("size", [3, 20])
 
 
 @sizes
 def test_a_callee_that_keeps_the_interpreter_loses_nothing(size: int, tmp_path: Any) -> None:
     """In the larger group five members are silent at once: all of its process."""
+    pipe = named_pipe(tmp_path)
     with group(tmp_path, size, is_static=True, membership=QUICK) as found:
-        held = found.node.rpc_async("w1", hold, (HELD_S,), timeout=LONG_S)
-        waits = found.node.rpc_async("w1", int, ("7",), timeout=LONG_S)
+        held = found.node.rpc_async("w1", hold_until_told, (pipe,), timeout=4 * LONG_S)
+        waits = found.node.rpc_async("w1", int, ("7",), timeout=4 * LONG_S)
         wait_until(lambda: ("unresponsive", "w1") in found.events)
         assert found.node.rpc_sync("w2", int, ("8",)) == 8
+        found.tell_when_long_silent("w1", pipe)
         assert (held.wait(), waits.wait()) == ("held", 7)
         wait_until(lambda: ("recovered", "w1") in found.events)
         found.check_nobody_lost()
@@ -124,9 +149,10 @@ def test_a_callee_that_keeps_the_interpreter_loses_nothing(size: int, tmp_path: 
 
 @sizes
 def test_a_caller_that_keeps_the_interpreter_loses_nothing(size: int, tmp_path: Any) -> None:
+    pipe = named_pipe(tmp_path)
     with group(tmp_path, size, is_static=False, membership=QUICK) as found:
-        asked = found.node.rpc_async("w1", call, ("w2", HELD_S), timeout=LONG_S)
-        wait_until(lambda: ("unresponsive", "w1") in found.events)
+        asked = found.node.rpc_async("w1", call, ("w2", pipe), timeout=4 * LONG_S)
+        found.tell_when_long_silent("w1", pipe)
         assert asked.wait() == "got 7"
         found.check_nobody_lost()
 

@@ -17,12 +17,14 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from tests.kit.ports import held_port
+from tests.kit.stopping import stop
 from tests.kit.times import AT_ONCE_S, LONG_S, PATIENT
 from tests.kit.waiting import wait_until
 
 import farcall
 from farcall import api
 from farcall.errors import Delivery, MissingPeers, RpcTimeout
+from farcall.runtime.membership import events
 from farcall.testing.cluster import finish, start_cluster, start_processes, temporary_file_url
 
 
@@ -56,11 +58,11 @@ def outlive(rank: int, path: str) -> list[tuple[str, str, float]]:
             delivery = getattr(error, "delivery", "")
             outcome.append((type(error).__name__, str(delivery), time.monotonic() - killed_at[0]))
 
-    waits = [future.wait, lambda: farcall.rpc_sync("w1", time.sleep, (LONG_S,), timeout=0)]
+    waits = [future.wait, lambda: farcall.rpc_sync("w1", touch_and_sleep, (f"{path} too",), timeout=0)]
     threads = [threading.Thread(target=note, args=(wait,)) for wait in waits]
     for thread in threads:
         thread.start()
-    wait_until(lambda: os.path.exists(path) and len(api.current_runtime().calls) == 3)
+    wait_until(lambda: os.path.exists(path) and os.path.exists(f"{path} too"))
     killed_at[0] = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     for thread in threads:
@@ -108,7 +110,7 @@ def wait_for_a_frozen_one(rank: int, port: int, frozen: str, thaw: str) -> list[
     took = []
     if rank == 0:
         victim = farcall.rpc_sync("w1", os.getpid)
-        os.kill(victim, signal.SIGSTOP)
+        stop(victim)
         for call in (
             lambda: farcall.rpc_sync("w1", os.getpid, timeout=0.3),
             lambda: farcall.rpc_async("w1", os.getpid, timeout=0.3).wait(),
@@ -158,6 +160,7 @@ farcall.init_rpc(f"w{rank}", rank=rank, world_size=2,
     rpc_backend_options=farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=0))
 if rank == 0:
     asked = ASKED
+    touch(path + "-asked")
     wait(path)
     try:
         asked.wait()
@@ -165,13 +168,15 @@ if rank == 0:
         print(type(error).__name__, flush=True)
     farcall.shutdown(graceful=False)
 else:
+    wait(path + "-asked")
     PREPARE
     touch(path)
     END
 """
 
 
-def end_without_shutdown(tmp_path: Path, end: str, asked: str, prepare: str = "pass") -> tuple[int, str, str, float]:
+def end_without_shutdown(tmp_path: Path, end: str, asked: str, prepare: str = "pass") -> tuple[int, str, str]:
+    """The exit code and the complaints of rank 1, and what rank 0 is told, which waits for it without a bound."""
     program = tmp_path / "program.py"
     text = PROGRAM.replace("ASKED", asked).replace("PREPARE", prepare)
     program.write_text(text.replace("    END", textwrap.indent(end, "    ")))
@@ -183,10 +188,14 @@ def end_without_shutdown(tmp_path: Path, end: str, asked: str, prepare: str = "p
         )
         for rank in range(2)
     ]
-    _, stderr = processes[1].communicate(timeout=4 * LONG_S)
-    ended_at = time.monotonic()
-    stdout, _ = processes[0].communicate(timeout=4 * LONG_S)
-    return processes[1].returncode, stderr, stdout, time.monotonic() - ended_at
+    try:
+        _, stderr = processes[1].communicate(timeout=4 * LONG_S)
+        stdout, _ = processes[0].communicate(timeout=4 * LONG_S)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return processes[1].returncode, stderr, stdout
 
 
 @pytest.mark.parametrize(
@@ -202,39 +211,40 @@ def end_without_shutdown(tmp_path: Path, end: str, asked: str, prepare: str = "p
 def test_process_that_ends_without_shutdown_is_noticed(tmp_path: Path, end: str, code: int, stderr: str) -> None:
     # The callee sleeps in a user function while its process ends.
     asked = 'farcall.rpc_async("w1", time.sleep, (1000,))'
-    returncode, errors, peer_says, seconds = end_without_shutdown(tmp_path, end, asked)
+    returncode, errors, peer_says = end_without_shutdown(tmp_path, end, asked)
     assert returncode == code
     assert stderr in errors
     if not stderr:
-        told = ("ended without shutdown()", "functions still run")
+        told = ("ended without shutdown()", "functions still run", "Are all workers started?")
         assert [line for line in errors.splitlines() if not any(text in line for text in told)] == []
     assert peer_says in ("PeerDead\n", "RuntimeError\n")
-    assert seconds < LONG_S  # most of it is the end of an interpreter with torch in it
 
 
 def test_process_that_ends_while_it_computes_for_a_peer_does_not_crash(tmp_path: Path) -> None:
     asked = 'farcall.rpc_async("w1", spin)'
     prepare = 'wait(path + "-spins")'
     for end in ("pass", "sys.exit(0)"):
-        returncode, errors, _, _ = end_without_shutdown(tmp_path, end, asked, prepare)
+        returncode, errors, _ = end_without_shutdown(tmp_path, end, asked, prepare)
         assert returncode == 0, errors
-        for path in (tmp_path / "go", tmp_path / "go-spins"):
+        for path in tmp_path.glob("go*"):
             path.unlink()
 
 
 def test_process_that_ends_with_a_call_of_its_own_under_way_does_not_hang(tmp_path: Path) -> None:
     asked = 'farcall.rpc_async("w1", os.getpid)'
     end = 'future = farcall.rpc_async("w0", doze)\nfuture.add_done_callback(lambda done: None)'
-    returncode, errors, _, _ = end_without_shutdown(tmp_path, end, asked)
+    returncode, errors, _ = end_without_shutdown(tmp_path, end, asked)
     assert returncode == 0, errors
 
 
-def die_before_connecting(rank: int, port: int, start_timeout_s: float) -> tuple[str, float]:
+def die_before_connecting(rank: int, port: int, start_timeout_s: float, folder: str) -> tuple[str, float]:
     """Rank 1 agrees to the table and dies before it dials."""
     from farcall.runtime.link import mesh
 
     if rank == 1:
         mesh.Mesh._dial = lambda *args: os._exit(0)  # type: ignore[method-assign, assignment]
+    Path(folder, f"started {rank}").touch()
+    wait_until(lambda: Path(folder, f"started {1 - rank}").exists())  # or the one would be late for the other
     started = time.monotonic()
     with pytest.raises(MissingPeers) as caught:
         farcall.init_rpc(
@@ -244,10 +254,11 @@ def die_before_connecting(rank: int, port: int, start_timeout_s: float) -> tuple
     return str(caught.value), time.monotonic() - started
 
 
-def test_peer_that_dies_between_meeting_and_connecting_is_named() -> None:
-    text, seconds = finish(start_processes(2, die_before_connecting, held_port(), 3.0), may_fail=[1])[0]
+def test_peer_that_dies_between_meeting_and_connecting_is_named(tmp_path: Path) -> None:
+    members = start_processes(2, die_before_connecting, held_port(), 5.0, str(tmp_path))
+    text, seconds = finish(members, may_fail=[1])[0]
     assert "w1" in text
-    assert seconds < 3.0 + AT_ONCE_S
+    assert seconds < 5.0 + AT_ONCE_S
 
 
 # --- the cause, and what follows from it
@@ -256,6 +267,7 @@ def test_peer_that_dies_between_meeting_and_connecting_is_named() -> None:
 def raise_or_shut_down(rank: int, url: str) -> None:
     options = farcall.RpcBackendOptions(init_method=url)
     farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    events.ENDS_S = 4 * LONG_S  # type: ignore[misc]  # a busy machine may take long to end a process
     if rank == 0:
         # Its process takes long to end after its node has ended.
         atexit.unregister(api._leave_at_exit)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kit.stopping import stop
 from tests.kit.times import AT_ONCE_S, LONG_S, PATIENT
 from tests.kit.waiting import wait_until
 
@@ -60,6 +61,9 @@ class Cluster:
     def signal(self, name: str, number: int) -> None:
         self.others[int(name[1:]) - 1].kill(number)
 
+    def stop(self, name: str) -> None:
+        stop(self.others[int(name[1:]) - 1].pid)
+
 
 @contextmanager
 def cluster(size: int, is_static: bool, report: str, **options: Any) -> Iterator[Cluster]:
@@ -89,6 +93,7 @@ def test_a_killed_member_is_dead_to_all_at_once(is_static: bool, tmp_path: Any) 
     """Though its silence alone would not tell before the test is over: that it was killed shows."""
     with cluster(4, is_static, str(tmp_path), membership=PATIENT) as found:
         pending = found.node.rpc_async("w3", sleep, (60,))
+        assert found.node.rpc_sync("w3", int, ("7",)) == 7  # so that the one before it has been sent
         found.node.rpc_sync("w1", _listen)  # before the death: nobody is told of it again
         seen = found.node.rpc_async("w1", _wait_for_death, ("w3",))
         found.signal("w3", signal.SIGKILL)
@@ -152,7 +157,7 @@ def _listen() -> None:
 def test_a_stopped_member_is_not_dead(is_static: bool, tmp_path: Any) -> None:
     """However long: its suspicion is over twice before it comes back."""
     with cluster(3, is_static, str(tmp_path), membership=replace(QUICK, unresponsive_s=None)) as found:
-        found.signal("w2", signal.SIGSTOP)
+        found.stop("w2")
         call = found.node.rpc_async("w2", int, ("7",), timeout=BOUND_S)
         wait_until(lambda: ("unresponsive", "w2") in found.events)
         wait_until(lambda: (found.node.members()[2].unresponsive_s or 0.0) > 3 * QUICK.suspicion_s)
@@ -172,7 +177,7 @@ def test_a_stopped_member_is_declared_dead_and_learns_it_where_the_user_wants_th
 ) -> None:
     patient = replace(QUICK, suspicion_s=4.0, unresponsive_s=4.0)  # or w1, on a busy machine, would be dead as well
     with cluster(3, is_static, str(tmp_path), membership=patient) as found:
-        found.signal("w2", signal.SIGSTOP)
+        found.stop("w2")
         call = found.node.rpc_async("w2", int, ("7",), timeout=BOUND_S)
         with pytest.raises(PeerDead):
             call.wait()
@@ -229,6 +234,7 @@ def test_one_that_recovers_after_its_link_was_given_up_has_to_go() -> None:
     nodes = [farcall.Node(f"w{rank}", rank, options=options) for rank in range(3)]
     for node in nodes:
         node.start()
+    wait_until(lambda: all(len(node.workers()) == 3 for node in nodes))
     events: list[tuple[str, str]] = []
     nodes[0].on_member(lambda event: events.append((event.kind, event.worker.name)))
     incarnation = runtime_of(nodes[1]).me.incarnation
@@ -297,4 +303,4 @@ def test_the_shutdown_of_one_that_was_expelled_waits_for_its_end() -> None:
     assert leaves.is_alive()
     may_end.set()
     leaves.join(BOUND_S)
-    assert not any(thread.name.endswith("-w0") for thread in threading.enumerate())
+    wait_until(lambda: not any(thread.name.endswith("-w0") for thread in threading.enumerate()))

@@ -118,7 +118,7 @@ def wait_for_peers(rank: int, port: int) -> float:
         farcall.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=options)
 
     before = signal.getsignal(signal.SIGINT)
-    seconds = interrupted(init, lambda: waits_in("init_rpc"))
+    seconds = interrupted(init, lambda: waits_in("join"))
     assert signal.getsignal(signal.SIGINT) is before
     wait_until(no_thread_of_ours)  # one that ended may still be on its last lines
     # And the process can be a worker all the same.
@@ -238,7 +238,7 @@ def tight_loop(rank: int, port: int, kind: str) -> tuple[int, int]:
                 answered += 1
         storm.stop()
         assert [farcall.rpc_sync("w1", max, (number, -1)) for number in range(100)] == list(range(100))
-    farcall.shutdown(timeout=LONG_S)
+    farcall.shutdown(timeout=3 * LONG_S)
     return answered, interrupts
 
 

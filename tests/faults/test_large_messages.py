@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.kit.stopping import stop
 from tests.kit.team import team
 from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
@@ -41,7 +42,7 @@ def give_up_in_the_middle(rank: int) -> None:
         return
     victim = farcall.rpc_sync("w1", os.getpid)
     tensor = torch.zeros(16 << 20)
-    os.kill(victim, signal.SIGSTOP)
+    stop(victim)
     try:
         with pytest.raises(RpcTimeout):
             farcall.rpc_sync("w1", note, (tensor,), timeout=0.5)
@@ -120,6 +121,6 @@ def test_a_large_message_kills_nobody_and_small_ones_pass_it() -> None:
     assert between - began > 1.8
     assert ended - between > 1.8
     # A small call waits for what is queued before it, never for a whole message: else there would be two at most.
-    assert sum(began < at < between for at in answered) > 4
-    assert sum(between < at < ended for at in answered) > 4
+    assert sum(began < at < between for at in answered) > 2
+    assert sum(between < at < ended for at in answered) > 2
     assert "dead" not in [event.kind for event in events]

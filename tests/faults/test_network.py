@@ -21,9 +21,9 @@ from farcall.testing.faults import Faults
 
 BOUND_S = 40.0
 CALL_S = 30.0
-SUSPICION_S = 1.0
-QUICK = MembershipOptions(probe_interval_s=0.3, probe_timeout_s=0.25, suspicion_s=SUSPICION_S, reconnect_s=1.0)
-LONG_S = 3 * SUSPICION_S
+SUSPICION_S = 2.0
+QUICK = MembershipOptions(probe_interval_s=0.3, probe_timeout_s=0.6, suspicion_s=SUSPICION_S, reconnect_s=1.0)
+LONG_S = 2.5 * SUSPICION_S
 """A cut that outlasts every time above."""
 
 ran: list[str] = []
@@ -239,7 +239,7 @@ def test_a_host_that_nobody_reaches_is_dead_learns_it_and_finds_back_in(is_stati
 def test_a_busy_member_on_another_host_is_not_dead() -> None:
     """Its kernel answers, also when it has no room for more: for longer than any verdict takes."""
     with cluster(3) as found:
-        found.ask(0, "begin_holding", "busy", "w1", round(4 * LONG_S))
+        found.ask(0, "begin_holding", "busy", "w1", round(2.5 * LONG_S))
         for rank in (0, 2):
             found.wait_for(rank, "unresponsive", "w1")
         assert Ended(*found.ask(0, "end", "busy")).result == "held"

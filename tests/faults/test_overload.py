@@ -248,7 +248,7 @@ def test_a_value_is_waited_for_even_while_its_owner_is_full(refusals: list[int])
         with full(nodes[1], nodes[0]):
             fetch = Background(rref.to_here)
             wait_until(lambda: refusals[0] >= 3)  # asking for it is a call, too, but made again within its timeout
-            with pytest.raises(Overloaded):
+            with pytest.raises((Overloaded, RpcTimeout)):  # the last refusal may come too late
                 rref.to_here(timeout=0.1)
             with pytest.raises(Overloaded):
                 rref.rpc_sync().upper()
@@ -540,7 +540,7 @@ def ping(to: str, back: str, depth: int, name: str) -> str:
 
 def test_two_full_ones_that_call_each_other_get_on() -> None:
     """Each function waits for the other worker's, and both queues are full all the time."""
-    with small_team("wait", limit=1, rpc_timeout=LONG_S) as nodes:
+    with small_team("wait", limit=1, rpc_timeout=4 * LONG_S) as nodes:
 
         def flood(node: farcall.Node, to: str) -> None:
             me = runtime_of(node).info.name

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 import torch
 from tests.kit.forks import in_a_fork
+from tests.kit.stopping import stop
 from tests.kit.team import team, together
 from tests.kit.times import AT_ONCE_S, PATIENT
-from tests.kit.waiting import wait_until
+from tests.kit.waiting import PATIENCE_S, wait_until
 from tests.kit.workload import use_everything
 
 import farcall
@@ -89,7 +90,7 @@ def total(number: int, tensor: torch.Tensor, keep: object = None) -> float:
 
 def wait_for_the_test() -> str:
     reached.set()
-    assert may_end.wait(30.0)
+    assert may_end.wait(PATIENCE_S)
     return "done"
 
 
@@ -319,14 +320,14 @@ def test_calls_made_meanwhile_wait_and_those_under_way_go_on() -> None:
     faults = Faults()
     with team(faults, 3) as nodes:
         before = nodes[0].rpc_async("w1", wait_for_the_test)
-        assert reached.wait(30.0)
+        assert reached.wait(PATIENCE_S)
         with faults.cut(sender="w0", to="w1", count=None) as rule:
             rule.wait_hits(2)  # cut, and again as soon as it was made
             meanwhile = [nodes[0].rpc_async("w1", run, (number,)) for number in range(5)]
             with pytest.raises(RpcTimeout):
                 nodes[0].rpc_sync("w1", run, (99,), timeout=0.2)
             with pytest.raises(RpcTimeout) as caught:
-                nodes[0].rpc_sync("w1", total, (99, torch.ones(LARGE)), timeout=0.2)
+                nodes[0].rpc_sync("w1", total, (98, torch.ones(LARGE)), timeout=0.2)
             assert caught.value.delivery in (Delivery.NOT_SENT, Delivery.UNKNOWN)
             assert not runtime_of(nodes[0]).peer("w1").broken
             assert nodes[0].rpc_sync("w2", run, (5,)) == 5
@@ -394,14 +395,14 @@ def test_connections_that_break_one_after_another_are_no_death(who: int) -> None
         changes.on_reconnected = back.append
         for number in range(5):
             runtime_of(nodes[who]).links.peers.remotes[1 - who].link.interrupt("for the test")
-            wait_until(lambda: len(back) == number + 1)  # noqa: B023
+            wait_until(lambda: len(back) > number)  # noqa: B023
         assert nodes[0].rpc_sync("w1", run, (1,)) == 1
 
 
 def test_a_member_that_is_given_up_is_told_so() -> None:
     with team([None, None, None], 3) as nodes:
         pending = nodes[1].rpc_async("w0", wait_for_the_test)
-        assert reached.wait(30.0)
+        assert reached.wait(PATIENCE_S)
         here = runtime_of(nodes[0])
         here.call_soon(lambda: here.connector.give_up(here.links.peers.remotes[1], "it was late"))
         wait_until(lambda: runtime_of(nodes[0]).peer("w1").broken)
@@ -420,7 +421,7 @@ def test_connections_that_break_again_and_again_are_no_death() -> None:
     membership = MembershipOptions(reconnect_s=0.5, probe_interval_s=0.2, probe_timeout_s=0.1, suspicion_s=0.5)
     with team(faults, membership=membership) as nodes:
         under_way = nodes[0].rpc_async("w1", wait_for_the_test)
-        assert reached.wait(30.0)
+        assert reached.wait(PATIENCE_S)
         rule = faults.cut(count=None)
         wait_until(lambda: runtime_of(nodes[0]).other(1).link.outgoing.queue.down)  # type: ignore[union-attr]
         waits = nodes[0].rpc_async("w1", run, (1,))
@@ -507,7 +508,7 @@ def be_replaced(rank: int, faults: Faults) -> str | None:
     port = int(address.rpartition(":")[2])
     wait_until(lambda: binds(squatter, port))
     squatter.listen()
-    squatter.settimeout(30.0)
+    squatter.settimeout(PATIENCE_S)
 
     def speak_of_something_else() -> None:
         try:
@@ -550,7 +551,7 @@ def freeze_and_cut(rank: int, faults: Faults) -> int:
         return 0
     victim = farcall.rpc_sync("w1", os.getpid)
     under_way = farcall.rpc_async("w1", time.sleep, (0.5,))
-    os.kill(victim, signal.SIGSTOP)
+    stop(victim)
     try:
         rule = faults.cut(to="w1")
         rule.wait_hits()
@@ -577,7 +578,7 @@ def test_shutdown_waits_for_nobody_while_there_is_no_connection(transport: str) 
     faults = Faults()
     with team(faults, transports=(transport,), membership=PATIENT) as nodes:
         call = nodes[0].rpc_async("w1", wait_for_the_test)
-        assert reached.wait(30.0)
+        assert reached.wait(PATIENCE_S)
         faults.cut(count=None).wait_hits(2)
         may_end.set()
         began = time.monotonic()

@@ -85,6 +85,7 @@ def test_a_killed_worker_is_replaced_in_a_group_of_fixed_size(tmp_path: Any) -> 
             wait_until(lambda: not runtime_of(node).peer("w2").broken)
             assert node.rpc_sync("w2", int, ("7",)) == 7
             assert new.rpc_sync("w1", int, ("8",)) == 8
+            wait_until(lambda: node.rpc_sync("w1", _reaches, ("w2",)))
             assert node.rpc_sync("w1", _call, ("w2",)) == 7
             with pytest.raises(ReferenceLost):
                 old.to_here()
@@ -257,7 +258,7 @@ def test_who_comes_back_is_expelled_again_and_comes_back_again() -> None:
             wait_until(lambda after=after: runtime_of(nodes[0]).peer("w2").incarnation == after)  # type: ignore[misc]
             assert nodes[0].rpc_sync("w2", int, ("7",)) == 7
         # Of those that came later nothing is left but the last; references name the first by its rank.
-        assert len(runtime_of(nodes[0]).members()) == 4
+        wait_until(lambda: len(runtime_of(nodes[0]).members()) == 4)
         together([node.shutdown for node in nodes])
 
 
@@ -362,7 +363,7 @@ def test_shutdown_ends_the_search_for_a_way_back(monkeypatch: pytest.MonkeyPatch
         declare_dead(nodes[1], by=nodes[0])
         wait_until(lambda: not runtime_of(nodes[1]).running)
         nodes[1].shutdown()
-        assert not any(thread.name.endswith("-w1") for thread in threading.enumerate())
+        wait_until(lambda: not any(thread.name.endswith("-w1") for thread in threading.enumerate()))
         with pytest.raises(Expelled):
             nodes[1].rpc_sync("w0", int, ("7",))
 

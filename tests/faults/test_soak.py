@@ -22,6 +22,7 @@ import pytest
 import torch
 from tests.conftest import descriptors, segments
 from tests.faults.soak_load import Outcome, double, execute, journal, start_load, work
+from tests.kit.stopping import stop
 
 import farcall
 from farcall.options import MembershipOptions
@@ -86,7 +87,7 @@ class Worker:
         return bool(self.process.process.is_alive())
 
     def freeze(self) -> None:
-        self.process.kill(signal.SIGSTOP)
+        stop(self.process.pid)
         self.frozen.append((self.process.pid, monotonic(), float("inf")))
 
     def thaw(self) -> None:

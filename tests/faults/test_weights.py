@@ -114,7 +114,7 @@ def judge() -> Iterator[tuple[farcall.Node, str]]:
         yield node, url
 
 
-@pytest.mark.timeout(120 + 10 * ROUNDS)
+@pytest.mark.timeout(300 + 60 * ROUNDS)
 @pytest.mark.parametrize("seed", range(SEED, SEED + PIECES), ids=[f"piece-{piece}" for piece in range(PIECES)])
 def test_no_version_is_torn_by_deaths(tmp_path: Path, judge: tuple[farcall.Node, str], seed: int) -> None:
     source = random.Random(seed)

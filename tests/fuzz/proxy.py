@@ -26,6 +26,7 @@ from typing import NamedTuple, TypeAlias
 
 from tests.faults.namespaces import enter, ip
 from tests.fuzz.mutations import mutate
+from tests.kit.ports import held_port
 from tests.kit.times import LONG_S
 
 from farcall.protocol.hello import MAGIC
@@ -288,9 +289,7 @@ def _on_loopback(proxy: Proxy) -> list[Place]:
     listening = socket.create_server(("127.0.0.1", 0))
     proxy.serve(listening, _as_told)
     port = listening.getsockname()[1]
-    free = socket.create_server(("127.0.0.1", 0))
-    store_port = free.getsockname()[1]
-    free.close()
+    store_port = held_port()
     meeting = socket.create_server(("127.0.0.1", 0))
     connect = partial(socket.create_connection, ("127.0.0.1", store_port), CONNECT_S)
     proxy.serve(meeting, lambda near: connect, is_store=True)

@@ -167,7 +167,7 @@ def options_of(protection: str, directory: Path, between: list[Place]) -> list[T
     return [files[place.host] for place in between]
 
 
-@pytest.mark.timeout(8 * 3600 if FULL else 300)
+@pytest.mark.timeout(8 * 3600 if FULL else 900)
 @pytest.mark.parametrize("protection", ["secret", "TLS"])
 def test_a_proxy_gets_neither_in_nor_data_out(protection: str, tmp_path: Path) -> None:
     seed = int(os.environ.get("FARCALL_SEED", "19"))

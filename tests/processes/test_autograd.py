@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.kit.autograd_callees import Held, known, onward, released_everywhere, through_weight
-from tests.kit.waiting import wait_until
+from tests.kit.waiting import PATIENCE_S, wait_until
 from torch.utils.checkpoint import checkpoint
 
 import farcall
@@ -426,10 +426,10 @@ def shut_down_during_backward(rank: int, url: str) -> list[Exception]:
     thread = threading.Thread(target=train)
     if not rank:
         thread.start()
-        assert Held.in_backward.wait(30)
+        assert Held.in_backward.wait(PATIENCE_S)
     farcall.shutdown()
     if not rank:
-        thread.join(30)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
     return failures
 

@@ -82,7 +82,7 @@ def test_each_line_says_whose_it_is(installed: Installed, tmp_path: Path) -> Non
     process = start(installed, tmp_path, "--own", "x")
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, output
-    assert sorted(output.splitlines()) == ["0 | 0 ['--own', 'x']", "1 | 2 ['--own', 'x']"]
+    assert sorted(apart_from_waiting(output)) == ["0 | 0 ['--own', 'x']", "1 | 2 ['--own', 'x']"]
 
 
 def test_what_workers_leave_behind_ends_with_them(installed: Installed, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_control_c_leaves_nothing_behind(installed: Installed, tmp_path: Path) -
     assert output.splitlines()[-1] == "interrupted"
     # One line for each worker says where it was.
     assert len(re.findall(r"^[01] \| interrupted at .*program.py:\d+ in <module>$", output, re.MULTILINE)) == 2
-    assert len(output.splitlines()) <= 5, output
+    assert len(apart_from_waiting(output)) <= 5, output
     assert not any(runs(worker) for worker in workers)
 
 
@@ -165,6 +165,11 @@ def test_workers_end_with_a_killed_driver(installed: Installed, tmp_path: Path) 
     while any(runs(worker) for worker in workers):
         assert time.monotonic() < give_up_at
         time.sleep(0.01)
+
+
+def apart_from_waiting(output: str) -> list[str]:
+    """The lines, without those of a worker that has to wait for another to start: on a busy machine one says so."""
+    return [line for line in output.splitlines() if "Are all workers started?" not in line]
 
 
 def children_of(process_id: int) -> list[int]:

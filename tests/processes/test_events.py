@@ -9,6 +9,8 @@ from time import sleep
 from typing import Any
 
 import pytest
+from tests.kit.observing import find_observer
+from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
 import farcall
@@ -41,10 +43,6 @@ def dynamic_team(size: int, path: Path, **options: Any) -> Iterator[list[farcall
         yield nodes
 
 
-def observer(path: Path) -> Observer:
-    return Observer.find(options=RpcBackendOptions(observing=ObservingOptions(runtime_directory=str(path / "run"))))
-
-
 def fail(text: str) -> None:
     raise ValueError(text)
 
@@ -52,7 +50,7 @@ def fail(text: str) -> None:
 def test_who_comes_and_goes_is_counted_and_an_observer_sees_those_who_are_there(tmp_path: Path) -> None:
     with dynamic_team(3, tmp_path) as nodes:
         wait_until(lambda: nodes[0].metrics().members["joined"] == 2)
-        with observer(tmp_path) as eyes:
+        with find_observer(tmp_path / "run") as eyes:
             assert [one.worker for one in eyes.metrics(BOUND_S).answers] == ["w0", "w1", "w2"]
             nodes[2].shutdown()
             for node in nodes[:2]:
@@ -88,7 +86,7 @@ def test_errors_and_timeouts_are_told_where_they_happened(tmp_path: Path) -> Non
             nodes[0].rpc_sync("w1", fail, ("on\n purpose",))
         with pytest.raises(RpcTimeout):
             nodes[0].rpc_sync("w1", sleep, (2.0,), timeout=0.05)
-        with observer(tmp_path) as eyes:
+        with find_observer(tmp_path / "run") as eyes:
             mine, theirs = (one.events for one in eyes.events(BOUND_S).answers)
         assert mine[-1][1:5] == ("timed out", "w1", "sleep", "after 0.05 s")
         assert theirs[-1][1:5] == ("failed", "w0", "fail", "ValueError: on purpose")
@@ -100,9 +98,11 @@ def test_an_observer_that_speaks_of_a_session_is_no_member_that_comes_back(
     """It names no address that it was told by the cluster, and its key proves no member, whatever it says it wants."""
     asked: list[object] = []
     monkeypatch.setattr(Connector, "admit", lambda self, peer, arrived_at: asked.append(peer) or b"")
-    monkeypatch.setattr("farcall.observe.observer.DIAL_S", 0.3)
+    monkeypatch.setattr("farcall.observe.observer.DIAL_S", LONG_S)
     monkeypatch.setattr("farcall.observe.observer.Observe", lambda: Resume("00" * 16, 0))
     with dynamic_team(1, tmp_path):
         with pytest.raises(NothingToObserve, match="wrong address"):
-            observer(tmp_path)
+            Observer.find(
+                options=RpcBackendOptions(observing=ObservingOptions(runtime_directory=str(tmp_path / "run")))
+            )
         assert asked == []

@@ -16,6 +16,7 @@ import pytest
 import torch
 from tests.kit.ports import held_port, tcp_url
 from tests.kit.times import AT_ONCE_S, LONG_S
+from tests.kit.waiting import wait_until
 
 import farcall
 from farcall import api
@@ -350,10 +351,7 @@ def start_late(rank: int, url: str, marker: str) -> list[str]:
             farcall.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=options(url, start_timeout_s=0.5))
         Path(marker).touch()
     else:
-        give_up_at = time.monotonic() + LONG_S
-        while not os.path.exists(marker):
-            assert time.monotonic() < give_up_at
-            time.sleep(0.01)
+        wait_until(lambda: os.path.exists(marker))
     return meet(rank, 2, url)
 
 

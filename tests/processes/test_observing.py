@@ -15,11 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kit.observing import find_observer
+from tests.kit.stopping import stop
+from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
 import farcall
 from farcall import autograd
 from farcall.errors import HandshakeRefused, NetworkError
+from farcall.observe import observer as observer_module
 from farcall.observe.metrics import Metrics
 from farcall.observe.observability import Observability
 from farcall.observe.observer import Observer
@@ -80,16 +84,7 @@ class Cluster:
         finish(self.members)
 
     def observer(self) -> Observer:
-        return Observer.find(
-            options=RpcBackendOptions(observing=ObservingOptions(runtime_directory=str(self.directory)))
-        )
-
-
-def stop(member: WorkerProcess) -> None:
-    """Stop a process and wait until each of its threads is: on a busy machine one may run on for a moment."""
-    member.kill(signal.SIGSTOP)
-    tasks = Path(f"/proc/{member.pid}/task")
-    _wait_for(lambda: all(task.read_text().rpartition(") ")[2][0] == "T" for task in tasks.glob("*/stat")))
+        return find_observer(self.directory)
 
 
 # ---------------------------------------------------------------------- from inside
@@ -101,6 +96,8 @@ def counted(rank: int) -> Metrics | None:
     for _ in range(10):
         farcall.rpc_sync("w1", echo, args=(1,))
     farcall.rpc_async("w1", echo, args=(torch.ones(1 << 18),)).wait()
+    lending = current_runtime().other(1).lending  # type: ignore[union-attr]
+    wait_until(lambda: lending is not None and lending.is_used)  # the memory that was offered with it is accepted
     farcall.rpc_async("w1", echo, args=(torch.ones(1 << 18),)).wait()
     farcall.rpc_sync("w0", echo, args=(1,))
     with pytest.raises(ValueError, match="on purpose"):
@@ -233,7 +230,8 @@ def test_an_observer_hears_all_workers_and_is_seen_by_none(tmp_path: Path) -> No
         assert all(len(one.channels) == 2 for one in heard.answers)  # the members, and nobody else
 
 
-def test_with_the_secret_and_an_address(tmp_path: Path) -> None:
+def test_with_the_secret_and_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observer_module, "DIAL_S", LONG_S)
     with Cluster(2, tmp_path, secret=SECRET, observable=True) as cluster:
         node = find_nodes(cluster.directory)[1]
         assert SECRET not in repr(node)
@@ -261,7 +259,7 @@ def test_an_observer_can_only_ask(tmp_path: Path) -> None:
 
 def test_a_worker_that_does_not_answer_is_named_and_holds_nobody_up(tmp_path: Path) -> None:
     with Cluster(3, tmp_path) as cluster, cluster.observer() as observer:
-        stop(cluster.members[2])
+        stop(cluster.members[2].pid)
         try:
             heard = observer.metrics(timeout_s=15.0)
         finally:
@@ -273,7 +271,7 @@ def test_a_worker_that_does_not_answer_is_named_and_holds_nobody_up(tmp_path: Pa
 
 def test_a_member_that_is_stopped_is_passed_over(tmp_path: Path) -> None:
     with Cluster(2, tmp_path) as cluster:
-        stop(cluster.members[0])
+        stop(cluster.members[0].pid)
         try:
             with cluster.observer() as observer:
                 assert observer.member == "w1"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kit.stopping import stop
 from tests.kit.times import LONG_S, PATIENT
 from tests.kit.waiting import wait_until
 
@@ -124,7 +125,7 @@ def read_of_a_stopped_owner(rank: int) -> None:
     tensor = farcall.rpc_sync("w1", share_numbers, (True,))
     mapped(tensor)
     owner = farcall.rpc_sync("w1", os.getpid)
-    os.kill(owner, signal.SIGSTOP)
+    stop(owner)
     try:
         assert torch.equal(tensor.read_into(torch.empty(ROWS, COLUMNS)), numbers())
         tensor.write_from(torch.ones(ROWS, COLUMNS))

@@ -7,13 +7,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tests.kit.observing import find_observer
 from tests.kit.ports import tcp_url
 from tests.kit.times import LONG_S, PATIENT
 from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.errors import InitError
-from farcall.observe.observer import Observer
 from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.runtime.node import runtime_of
 
@@ -84,9 +84,7 @@ def test_the_secret_of_a_running_cluster_is_changed_and_members_join_in_every_ph
                     rank += 1
                 cut(members[0])
                 call_each_other(members)
-        with Observer.find(
-            "w0", RpcBackendOptions(observing=ObservingOptions(runtime_directory=str(tmp_path / "presence")))
-        ) as observer:
+        with find_observer(tmp_path / "presence", "w0") as observer:
             assert observer.snapshots(LONG_S)
         with pytest.raises(InitError):
             hosts.member("expired", rank, PHASES[0], start_timeout_s=2.0).start()

@@ -98,9 +98,9 @@ def test_frozen_members_take_no_cpu_until_thawed() -> None:
     team = Team(obedient, 1)
     process_id = team.ask(0, "pid", TIMEOUT_S)
     team.freeze()
+    wait_until(lambda: state(process_id) == "T")
     with pytest.raises(MemberLost, match="did not answer"):
         team.ask(0, "who", 0.1)
-    wait_until(lambda: state(process_id) == "T")
     team.thaw()
     team.stop()
 

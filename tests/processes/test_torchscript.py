@@ -135,7 +135,7 @@ PROGRAM = """
 
     @torch.jit.script
     def slow(x: Tensor) -> Tensor:
-        nap(1.0)
+        nap(3.0)
         return x
 
     @torch.jit.script

@@ -13,11 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from tests.kit.observing import find_observer
 from tests.processes.trace_reader import Trace
 
 import farcall
 from farcall.observe import cluster
-from farcall.observe.observer import Observer
 from farcall.observe.spans import Harvest
 from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.runtime.observing.profiling import PROFILING
@@ -90,14 +90,10 @@ def test_a_running_job_is_one_trace(tmp_path: Path) -> None:
 
 def _sees(directory: Path, count: int) -> bool:
     try:
-        with _observer(directory) as observer:
+        with find_observer(directory) as observer:
             return sum(one.state == "running" for one in observer.metrics().answers) == count
     except farcall.errors.RpcError:
         return False
-
-
-def _observer(directory: Path) -> Observer:
-    return Observer.find(options=RpcBackendOptions(observing=ObservingOptions(runtime_directory=str(directory))))
 
 
 def test_a_recording_that_nobody_fetches_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,11 +102,11 @@ def test_a_recording_that_nobody_fetches_ends_by_itself(tmp_path: Path, monkeypa
         init_method=f"file://{tmp_path}/meet", observing=ObservingOptions(runtime_directory=str(tmp_path / "run"))
     )
     with farcall.Node("alone", 0, 1, options):
-        with _observer(tmp_path / "run") as observer:
+        with find_observer(tmp_path / "run") as observer:
             begin = msgspec.msgpack.encode(cluster.TraceWish("unfetched", 0, 0.05))
             assert observer.ask(cluster.TRACE_BEGIN, tuple[str, int], argument=begin).answers == [("alone", 0)]
         wait_for(lambda: PROFILING.everywhere == 0)
-        with _observer(tmp_path / "run") as observer:
+        with find_observer(tmp_path / "run") as observer:
             (harvest,) = observer.ask(cluster.TRACE_END, Harvest, argument=msgspec.msgpack.encode("unfetched")).answers
             assert harvest.spans == []
 
@@ -119,7 +115,7 @@ def test_an_interrupted_trace_is_what_there_is_by_then(tmp_path: Path, monkeypat
     options = RpcBackendOptions(
         init_method=f"file://{tmp_path}/meet", observing=ObservingOptions(runtime_directory=str(tmp_path / "run"))
     )
-    with farcall.Node("alone", 0, 1, options) as node, _observer(tmp_path / "run") as observer:
+    with farcall.Node("alone", 0, 1, options) as node, find_observer(tmp_path / "run") as observer:
 
         def interrupted(seconds: float) -> None:
             thread = threading.Thread(target=node.rpc_sync, args=("alone", product, (torch.ones(2, 2),)))

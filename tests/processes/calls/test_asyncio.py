@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import torch
 from tests.kit.ports import tcp_url
+from tests.kit.stopping import stop
 from tests.kit.team import team
 from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
@@ -155,7 +156,7 @@ def call_a_stopped_worker(rank: int) -> None:
     async def program() -> None:
         ticker = Ticker()
         ticking = asyncio.create_task(ticker.run())
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         try:
             w1 = farcall.worker("w1")
             futures = [w1.start(add, bytes(50_000), b"") for _ in range(400)]  # more than the backlog's limit

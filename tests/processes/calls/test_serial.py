@@ -148,7 +148,7 @@ def test_a_cancelled_call_that_waits_does_not_begin(nodes: list[farcall.Node], a
     waits = actor.start.wait()
     unwanted, wanted = actor.start.note("unwanted"), actor.start.note("wanted")
     assert unwanted.cancel()
-    wait_until(lambda: bool(made) and any(request.cancelled for request in nodes[1]._runtime.server.active))
+    wait_until(lambda: bool(made) and any(request.cancelled for request in list(nodes[1]._runtime.server.active)))
     made[0].gate.set()
     waits.result(LONG_S)
     wanted.result(LONG_S)

@@ -98,6 +98,7 @@ def test_references_travel_anywhere_and_everything_dropped_is_freed() -> None:
 def juggle(rank: int, size: int, turns: int) -> None:
     """Everybody sends everybody references, from several threads, and drops them at any moment."""
     farcall.rpc_sync(rank, keep, ("hand", []))
+    farcall.barrier([f"w{index}" for index in range(size)])
 
     def play(seed: int) -> None:
         state = seed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import stat
@@ -14,6 +15,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.kit.ports import held_port
 from tests.kit.times import LONG_S
 
 from farcall.transport import unix
@@ -30,7 +32,7 @@ from farcall.transport.interface import (
 from farcall.transport.tcp import TcpListener, format_tcp, leads_to, parse_tcp
 from farcall.transport.unix import UnixListener, UnixTransport
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture
@@ -68,7 +70,8 @@ def test_bad_addresses_are_refused(address: str) -> None:
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "unix:", "memory:"])
 def test_a_listener_that_closed(address: str) -> None:
-    listener = listen(address)
+    # A port that is held: nobody else takes it meanwhile.
+    listener = listen(f"tcp://127.0.0.1:{held_port()}" if address.startswith("tcp") else address)
     where = listener.address
     assert listener.accept() is None
     listener.close()
@@ -257,7 +260,7 @@ def test_before_proof_no_descriptor_is_received() -> None:
     theirs.send((b"x",), [0, 1, 2])
     assert ours.receive_bytes_into(memoryview(bytearray(16))) == 1
     assert ours.take_descriptors() == []
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
     ours.close()
     theirs.close()
 
@@ -275,6 +278,8 @@ def unix_pair() -> tuple[UnixTransport, UnixTransport]:
 
 
 def open_descriptors() -> int:
+    """How many there are; garbage of another test may have some."""
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -288,7 +293,7 @@ def test_descriptors_nobody_takes_are_closed() -> None:
     left.close()
     os.close(reading)
     os.close(writing)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_a_flood_of_descriptors_ends_the_connection() -> None:
@@ -306,7 +311,7 @@ def test_a_flood_of_descriptors_ends_the_connection() -> None:
     right.close()
     os.close(reading)
     os.close(writing)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_more_descriptors_in_one_message_than_agreed() -> None:
@@ -323,7 +328,7 @@ def test_more_descriptors_in_one_message_than_agreed() -> None:
     victim.close()
     os.close(reading)
     os.close(writing)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_where_an_address_leads_to() -> None:

@@ -15,7 +15,7 @@ from farcall.transport.interface import Buffer, Transport
 from farcall.transport.memory import MemoryTransport, memory_pair
 from farcall.transport.sealed import SealedTransport
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def dialled_pair(address: str) -> tuple[Transport, Transport]:

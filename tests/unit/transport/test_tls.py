@@ -25,7 +25,7 @@ from farcall.transport.tls import Tls, TlsFailed
 KEY = b"k" * 32
 
 SECRET = b"a secret of some length"
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")

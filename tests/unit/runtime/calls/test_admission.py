@@ -10,7 +10,7 @@ from tests.kit.clock import Clock
 from farcall.runtime.calls.admission import LOOK_S, Admission, Fullness
 from farcall.runtime.io.timers import NEVER
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Caller:

@@ -13,7 +13,7 @@ from farcall.runtime.calls.executor import STALLED_S, TICK_S, UNKNOWN_S, Executo
 from farcall.runtime.calls.parallelism import FIRST_PEACE_S
 from farcall.runtime.io.timers import NEVER
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Job:
@@ -224,9 +224,9 @@ def test_an_interrupt_that_comes_behind_the_users_function_is_no_noise(
 
     executor.start()
     executor.submit(Job(linger))
-    assert begun.wait(10)
+    assert begun.wait(PATIENCE_S)
     executor.interrupt()
-    assert executor.stop(10.0) == []
+    assert executor.stop(PATIENCE_S) == []
     go_on.set()
     assert caplog.text == ""
 

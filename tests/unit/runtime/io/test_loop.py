@@ -14,7 +14,7 @@ from tests.kit.waiting import wait_until
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

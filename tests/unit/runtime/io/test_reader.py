@@ -9,7 +9,7 @@ import pytest
 
 from farcall.runtime.io.reader import Standby, claim, reading, stop_reading
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class Link:

@@ -82,7 +82,7 @@ def test_what_begins_while_the_node_ends_is_stopped_too() -> None:
     mine = connector(EndingOwner(), loop)
     try:
         mine.dial(NOWHERE)
-        stopping[0].join(10.0)
+        stopping[0].join(60.0)
         wait_until(lambda: not any(thread.name.startswith("farcall-dial-w0") for thread in threading.enumerate()))
         mine.dial(NOWHERE)
         assert len(stopping) == 1

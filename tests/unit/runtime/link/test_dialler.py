@@ -21,7 +21,7 @@ from farcall.runtime.link.listener import PeerListener
 from farcall.secret import Secret
 from farcall.transport.interface import DialFailed, DialRefused, DialUnanswered, Transport
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 SECRET = Secret(b"a secret of enough bytes")
 TOKEN = 0x5F
 ME = Hello(Member("me", 1, 1), "cluster")

@@ -20,7 +20,7 @@ from farcall.runtime.link.link import Link
 from farcall.transport.interface import TransportForged
 from farcall.transport.memory import MemoryTransport, memory_pair
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 CAPACITY_BYTES = 16 * 1024
 
 

@@ -16,7 +16,7 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.membership.shutdown import Leaving
 from farcall.runtime.peers.peer import Peer
 
-LONG_S = 10.0
+LONG_S = 60.0
 OTHER = Peer(WorkerInfo("w1", 1), 5, 1)
 
 
