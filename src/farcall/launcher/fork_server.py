@@ -99,7 +99,7 @@ class ForkServer:
         """In a forked child: the lifeline is the driver's alone."""
         self._socket.close()
         if self._process.stdin is not None:
-            os.close(self._process.stdin.fileno())
+            self._process.stdin.close()  # nothing is buffered, so nothing is written
 
 
 def main(descriptor: int) -> None:

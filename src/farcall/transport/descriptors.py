@@ -31,9 +31,17 @@ def close_in_children(holder: HoldsDescriptors) -> None:
 
 
 def _after_fork() -> None:
+    failures = []
     for holder in list(_holders):
-        holder.close_after_fork()
+        try:
+            holder.close_after_fork()
+        except Exception as error:  # one holder's fault must not leave the descriptors of all others open
+            failures.append(error)
     _holders.clear()
+    if failures:
+        raise ExceptionGroup(
+            "a forked child could not close all descriptors of its parent; please report this", failures
+        )
 
 
 if hasattr(os, "register_at_fork"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 
@@ -26,3 +28,14 @@ def test_a_late_answer_is_not_taken_for_that_of_the_next_question(monkeypatch: p
             theirs.send(b"0")
         with pytest.raises(EngineError, match="does not answer"):
             server.start(0, 1)
+
+
+def test_a_child_that_is_forked_after_the_end_of_the_server_closes_nothing_twice() -> None:
+    """It used to raise, and the child kept the descriptors of all who came after it."""
+    server = object.__new__(ForkServer)
+    server._lock = threading.Lock()
+    server._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server._process = subprocess.Popen([sys.executable, "-S", "-c", ""], stdin=subprocess.PIPE)
+    with theirs:
+        server.close()
+        server.close_after_fork()

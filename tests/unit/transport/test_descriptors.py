@@ -55,6 +55,20 @@ def test_each_holder_is_asked_once_in_each_child_and_not_in_the_parent() -> None
     assert holder.closed == 0
 
 
+def test_a_holder_that_fails_keeps_no_other_from_closing() -> None:
+    class Holder:
+        closed = False
+
+        def close_after_fork(self) -> None:
+            self.closed = True
+            raise ValueError("closed before")
+
+    holders = [Holder() for _ in range(3)]
+    for holder in holders:
+        close_in_children(holder)
+    assert exit_code_of_child(lambda: all(holder.closed for holder in holders)) == 0
+
+
 def test_nobody_is_kept_for_it() -> None:
     class Holder:
         def close_after_fork(self) -> None: ...
