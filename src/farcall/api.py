@@ -394,10 +394,6 @@ def _leave_at_exit() -> None:
     wait_for_lost_processes()
 
 
-def _keep_out_of_graphs(rules: Any) -> None:
-    """What torch.compile compiles breaks its graph at a call, once, and does not go on inside of farcall."""
-    rules.add("farcall")
-
-
-when_imported("torch._dynamo.trace_rules", _keep_out_of_graphs)
+# What torch.compile compiles breaks its graph at a call, once, and does not go on inside of farcall.
+when_imported("torch._dynamo.trace_rules", lambda rules: rules.add("farcall"))
 atexit.register(_leave_at_exit)

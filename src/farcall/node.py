@@ -43,8 +43,8 @@ from farcall.serialize.allowance import read_table
 if TYPE_CHECKING:
     from farcall.observe.metrics import Metrics
     from farcall.rpc.handles import Worker
+    from farcall.rpc.node_streams import Streams
     from farcall.rpc.retry import Retry
-    from farcall.rpc.streams import Streams
     from farcall.weights.node import Weights
     from farcall.weights.publication import Publication
     from farcall.weights.subscription import Subscription
@@ -366,7 +366,7 @@ def weights_of(runtime: Runtime) -> Weights:
 
 
 def _streams_of(runtime: Runtime) -> Streams:
-    from farcall.rpc.streams import Streams
+    from farcall.rpc.node_streams import Streams
 
     return runtime.part(Streams)
 

@@ -14,7 +14,7 @@ import farcall
 from farcall.node import weights_of
 from farcall.protocol.streams import StreamClosed, StreamCredit
 from farcall.protocol.weights.messages import Message
-from farcall.rpc.streams import Streams
+from farcall.rpc.node_streams import Streams
 from farcall.runtime.node import runtime_of
 
 MOST_MODULES = 185
@@ -34,6 +34,7 @@ NOT_LOADED = (
     "farcall.rpc.batches",
     "farcall.rpc.gather",
     "farcall.rpc.handles",
+    "farcall.rpc.node_streams",
     "farcall.rpc.retry",
     "farcall.rpc.streams",
     "farcall.runtime.devices.node",

@@ -19,8 +19,8 @@ from farcall.autograd.recorder import Recorder
 from farcall.html import table
 from farcall.observe.snapshot import PoolView, function_title, pool_view
 from farcall.rpc.batches import Batches
+from farcall.rpc.node_streams import Streams
 from farcall.rpc.references import NodeReferences
-from farcall.rpc.streams import Streams
 from farcall.runtime.membership.events import MEMBER_EVENTS
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED, LOST, OTHERS, TIMED_OUT, FunctionCounters

@@ -28,7 +28,7 @@ from farcall.runtime.peers.peer import Peer
 from farcall.serialize import decode_failure, discard, read_value
 
 if TYPE_CHECKING:
-    from farcall.rpc.streams import Streams
+    from farcall.rpc.node_streams import Streams
 
 
 class _News:

@@ -36,7 +36,7 @@ from farcall.runtime.peers.peer import Peer
 from farcall.serialize import encode_failure, has_devices, withdraw, write_value
 
 if TYPE_CHECKING:
-    from farcall.rpc.streams import Streams
+    from farcall.rpc.node_streams import Streams
 
 logger: logging.Logger = logging.getLogger("farcall")
 

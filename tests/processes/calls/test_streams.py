@@ -21,8 +21,8 @@ from farcall.errors import PeerDead, RpcError, RpcTimeout, SerializationError
 from farcall.protocol.frames import FAILURE
 from farcall.protocol.streams import WINDOW_BYTES, WINDOW_ITEMS
 from farcall.rpc.call import encode_request
+from farcall.rpc.node_streams import Streams
 from farcall.rpc.stream_writing import MOST_ITEMS, Writer
-from farcall.rpc.streams import Streams
 from farcall.runtime.calls.pending import SyncCall
 from farcall.runtime.node import runtime_of
 from farcall.serialize import encode_function
