@@ -32,6 +32,7 @@ import torch
 from farcall.autograd.contexts import Contexts
 from farcall.autograd.functions import Reached
 from farcall.autograd.passes import Event, Gradient, LocalPass, Message
+from farcall.channel.device_api import current_stream
 from farcall.errors import Delivery, PeerDead, RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol import gradients as protocol
@@ -52,6 +53,8 @@ GRADIENTS: Final = 1
 """The subject of these frames, in the place of the call id."""
 QUICK_S: Final = 1e-3
 """A part of a pass that took less than this is expected to be as quick the next time."""
+DEVICE_QUICK_S: Final = 2e-3
+"""The same with a device: torch's engine hands such a part to a thread of its own, which costs no time of this one."""
 HELD_BACK_S: Final = 0.05
 """The longest that a message waits for another one to travel with."""
 
@@ -147,7 +150,7 @@ class Recorder:
             devices.follow_default_streams()
             for gradient in gradients.values():
                 if gradient.is_cuda and gradient.layout is torch.strided:
-                    gradient.record_stream(torch.cuda.current_stream(gradient.device))
+                    gradient.record_stream(current_stream(gradient.get_device()))
         return gradients
 
     # --- what arrives -------------------------------------------------------------------------------------
@@ -298,7 +301,8 @@ class _Work:
             run()
         else:
             devices.on_default_streams(run)
-        self._recorder._quick[self._sender] = perf_counter() - started < QUICK_S
+        quick_s = QUICK_S if devices is None else DEVICE_QUICK_S
+        self._recorder._quick[self._sender] = perf_counter() - started < quick_s
 
     def drop(self) -> None:
         pass  # the node has ended, and every context with it

@@ -16,11 +16,14 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from farcall.channel import pinned_memory
 from farcall.channel.device_runtime import runtime_for
 
 _C: Any = torch._C
 StreamId = tuple[int, int, int]
 """Of a stream, its device, and the type of that: what tells streams apart."""
+DEFAULT_STREAM = 0
+"""The number of each device's default stream."""
 _MOST_STREAMS = 1024
 _streams: dict[StreamId, torch.cuda.Stream] = {}
 
@@ -53,11 +56,14 @@ class DeviceApi(Protocol):
     def allocate(self, device: int, size_bytes: int) -> torch.Tensor | None:
         """Uninitialised bytes; None: there is no memory left."""
 
+    def allocate_host(self, size_bytes: int) -> torch.Tensor | None:
+        """Bytes of the host that are exported and opened like a device's; None: there are none (`pinned_memory.py`)."""
+
     def export(self, memory: torch.Tensor) -> Export:
         """What another process opens ``memory`` with, once."""
 
     def open(self, export: Export, device: int) -> torch.Tensor:
-        """The bytes that another process exported, on ``device`` as this process numbers it."""
+        """The bytes that another process exported, on ``device`` as this process numbers it, or on the host."""
 
     def view(self, memory: torch.Tensor, offset: int, size: int, on_death: Callable[[], None]) -> torch.Tensor:
         """These bytes of what ``open`` gave, as a storage of its own, which keeps ``memory``.
@@ -65,14 +71,25 @@ class DeviceApi(Protocol):
         ``on_death`` is called when its last use has ended, on any thread, perhaps inside a garbage collection.
         """
 
+    def fill(self, event: Any, memory: torch.Tensor, source: torch.Tensor, size: int) -> None:
+        """Copy ``source`` (any strides, ``size`` bytes), row by row, to the beginning of ``memory``.
+
+        The copy waits for ``event``, which stands for it afterwards.
+        """
+
+    def copy_out(
+        self, event: Any, memory: torch.Tensor, offset: int, size: int, target: torch.Tensor, device: int
+    ) -> None:
+        """Copy these bytes of what ``open`` gave into ``target``, contiguous and as large, on a stream of ``device``.
+
+        ``event`` as above.
+        """
+
     def make_event(self, device: int) -> tuple[Any, bytes]:
         """An event that others can open, and its handle."""
 
     def open_event(self, handle: bytes, device: int) -> Any:
         """An event of another process."""
-
-    def record(self, event: Any, device: int) -> None:
-        """Let ``event`` stand for all work on the stream so far."""
 
     def wait(self, event: Any, device: int) -> None:
         """Have later work on the stream wait for ``event``. The host does not wait."""
@@ -117,17 +134,47 @@ class CudaApi:
         except torch.cuda.OutOfMemoryError:
             return None
 
+    def allocate_host(self, size_bytes: int) -> torch.Tensor | None:
+        return pinned_memory.allocate(size_bytes)
+
     def export(self, memory: torch.Tensor) -> Export:
+        if memory.is_cpu:
+            return pinned_memory.export(memory)
         storage: Any = memory.untyped_storage()
         return cast("Export", storage._share_cuda_())
 
     def open(self, export: Export, device: int) -> torch.Tensor:
+        if pinned_memory.is_export(export):
+            return pinned_memory.open_export(export)
         opened: Any = torch.UntypedStorage
         storage = opened._new_shared_cuda(device, *export[1:])
         return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device)).set_(storage)
 
     def view(self, memory: torch.Tensor, offset: int, size: int, on_death: Callable[[], None]) -> torch.Tensor:
         return torch.as_tensor(_Range(memory, offset, size, on_death), device=memory.device)
+
+    def fill(self, event: Any, memory: torch.Tensor, source: torch.Tensor, size: int) -> None:
+        stream = current_stream(source.get_device())
+        own = runtime_for(stream) if source.is_contiguous() else None
+        if own is None:
+            stream.wait_event(event)
+            memory[:size].view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
+            event.record(stream)
+        else:
+            own.copy_behind(event.cuda_event, memory.data_ptr(), source.data_ptr(), size, stream.cuda_stream)
+
+    def copy_out(
+        self, event: Any, memory: torch.Tensor, offset: int, size: int, target: torch.Tensor, device: int
+    ) -> None:
+        stream = current_stream(device)
+        own = runtime_for(stream) if target.get_device() == device else None
+        if own is None:
+            stream.wait_event(event)
+            target.view(-1).view(torch.uint8).copy_(memory[offset : offset + size], non_blocking=True)
+            event.record(stream)
+        else:
+            source = memory.data_ptr() + offset
+            own.copy_behind(event.cuda_event, target.data_ptr(), source, size, stream.cuda_stream)
 
     def make_event(self, device: int) -> tuple[Any, bytes]:
         with torch.cuda.device(device):
@@ -138,9 +185,6 @@ class CudaApi:
     def open_event(self, handle: bytes, device: int) -> Any:
         event: Any = torch.cuda.Event
         return event.from_ipc_handle(torch.device("cuda", device), handle)
-
-    def record(self, event: Any, device: int) -> None:
-        event.record(current_stream(device))
 
     def wait(self, event: Any, device: int) -> None:
         current_stream(device).wait_event(event)

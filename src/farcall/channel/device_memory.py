@@ -9,14 +9,14 @@ block; the next writer of the block waits for that event. So values stay values,
 nothing waits on a host, and no device is synchronised.
 
     a block    by                       becomes
-    free       allocate                 taken; the next write waits for its event
-    taken      lend                     lent to one peer
-    taken      free (was not sent)      free
+    free       lend                     lent to one peer; the write into it waits for its event
     lent       the peer's release       free
+    lent       the copy failed          free
     lent       the peer is gone         resting: its process may still look; free, with a new event, after a while
 
+A block is in memory of the device or, as whoever lends it decides, in pinned memory of the host (`pinned_memory.py`).
 Small blocks are powers of two carved from common segments; a large one has a segment of its own. ``limit_bytes`` bounds
-all segments; where it is reached ``allocate`` says None, and the tensor goes another way. Thread-safe.
+all segments; where it is reached ``lend`` says None, and the tensor goes another way. Thread-safe.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ from typing import Any, NamedTuple
 import torch
 
 from farcall.channel.device_api import DeviceApi, Export
+from farcall.errors import SerializationError
 
 SEGMENT_BYTES = 64 << 20
+HOST_SEGMENT_BYTES = 8 << 20
+"""Pinning takes 0.5 ms for each MiB, at both ends."""
 LARGE_BYTES = 8 << 20
 """Blocks above this size have a segment of their own."""
 SMALLEST_BYTES = 512
@@ -61,9 +64,10 @@ class PoolStats(NamedTuple):
 
 
 class _Segment:
-    __slots__ = ("carved", "device", "exports", "id", "idle_since", "live", "memory", "size")
+    __slots__ = ("carved", "device", "exports", "id", "idle_since", "live", "memory", "on_host", "size")
 
-    def __init__(self, segment_id: int, device: int, memory: torch.Tensor) -> None:
+    def __init__(self, segment_id: int, device: int, memory: torch.Tensor, on_host: bool) -> None:
+        self.on_host: bool = on_host
         self.id: int = segment_id
         self.device: int = device
         self.memory: torch.Tensor = memory
@@ -72,6 +76,10 @@ class _Segment:
         self.live: int = 0
         self.idle_since: float | None = None
         self.exports: dict[Hashable, Export] = {}
+
+
+_Kind = tuple[int, bool, int]
+"""Of a block: the device it is for, whether it is in the host's memory, its capacity."""
 
 
 class DeviceBlock:
@@ -101,40 +109,40 @@ class DevicePool:
         self._segment_bytes = segment_bytes
         self._lock = threading.Lock()
         self._segments: dict[int, _Segment] = {}
-        self._free: dict[tuple[int, int], list[DeviceBlock]] = {}  # by device and capacity, the warmest last
+        self._free: dict[_Kind, list[DeviceBlock]] = {}  # the warmest last
+        self._has_host_memory = True
         self._lent: dict[Hashable, dict[tuple[int, int], DeviceBlock]] = {}
         self._resting: list[tuple[float, DeviceBlock]] = []
         self._next_id = 1
         self._total_bytes = 0
         self._retired: list[tuple[int, list[Hashable]]] = []
 
-    def allocate(self, device: int, size: int) -> DeviceBlock | None:
-        """A block for ``size`` bytes; None: the limit is reached, or the device's memory."""
-        capacity = _capacity(size)
-        with self._lock:
-            block = self._take_free(device, capacity) or self._carve(device, capacity)
-            if block is not None:
-                block.segment.live += 1
-                block.segment.idle_since = None
-        if block is not None:
-            self._api.wait(block.event, device)
-        return block
+    def lend(
+        self, device: int, source: torch.Tensor, size: int, peer: Hashable, on_host: bool = False
+    ) -> DeviceTicket | None:
+        """A copy of ``source`` (``size`` bytes), made on the current stream: it is the peer's until it releases it.
 
-    def lend(self, block: DeviceBlock, size: int, peer: Hashable) -> DeviceTicket:
-        """What was put onto the stream since ``allocate`` fills the block: it is the peer's until it releases it."""
-        self._api.record(block.event, block.device)
-        segment = block.segment
+        ``on_host``: rather in the host's memory. None: the limit is reached, or the device's memory.
+        """
+        kind = device, on_host and self._has_host_memory, _capacity(size)
         with self._lock:
-            export = segment.exports.get(peer)
-            if export is None:
-                export = segment.exports[peer] = self._api.export(segment.memory)
+            block = self._take_free(kind) or self._carve(kind)
+            if block is None:
+                return None
+            segment = block.segment
+            segment.live += 1
+            segment.idle_since = None
             self._lent.setdefault(peer, {})[segment.id, block.offset] = block
-        return DeviceTicket(segment.device, segment.id, block.offset, size, export, block.event_handle)
-
-    def free(self, block: DeviceBlock) -> None:
-        """A block that was not lent is not needed."""
-        with self._lock:
-            self._put_back(block)
+        try:
+            self._api.fill(block.event, block.memory, source, size)
+            with self._lock:
+                export = segment.exports.get(peer)
+                if export is None:
+                    export = segment.exports[peer] = self._api.export(segment.memory)
+        except BaseException:
+            self.release([(segment.id, block.offset)], peer)
+            raise
+        return DeviceTicket(device, segment.id, block.offset, size, export, block.event_handle)
 
     def release(self, released: Iterable[tuple[int, int]], peer: Hashable) -> int:
         """The peer no longer needs these (segment, offset); how many of them it did not hold."""
@@ -189,33 +197,35 @@ class DevicePool:
         """The bytes that are held now."""
         with self._lock:
             lent = sum(block.capacity for blocks in self._lent.values() for block in blocks.values())
-            idle = sum(capacity * len(blocks) for (_, capacity), blocks in self._free.items())
+            idle = sum(capacity * len(blocks) for (_, _, capacity), blocks in self._free.items())
             return PoolStats(self._total_bytes, lent, idle)
 
     # ------------------------------------------------------------------ with the lock held
 
-    def _take_free(self, device: int, capacity: int) -> DeviceBlock | None:
-        blocks = self._free.get((device, capacity))
+    def _take_free(self, kind: _Kind) -> DeviceBlock | None:
+        blocks = self._free.get(kind)
         if blocks:
             return blocks.pop()
+        device, on_host, capacity = kind
         if capacity <= LARGE_BYTES:
             return None
         fitting = [
             known
-            for (known_device, known), blocks in self._free.items()
-            if blocks and known_device == device and capacity <= known <= capacity * NEAR_FIT
+            for known, blocks in self._free.items()
+            if blocks and known[:2] == (device, on_host) and capacity <= known[2] <= capacity * NEAR_FIT
         ]
-        return self._free[device, min(fitting)].pop() if fitting else None
+        return self._free[min(fitting)].pop() if fitting else None
 
-    def _carve(self, device: int, capacity: int) -> DeviceBlock | None:
+    def _carve(self, kind: _Kind) -> DeviceBlock | None:
+        device, on_host, capacity = kind
         segment = None
         if capacity <= LARGE_BYTES:
             for known in self._segments.values():
-                if known.device == device and known.carved + capacity <= known.size and known.size != known.carved:
+                if (known.device, known.on_host) == (device, on_host) and known.carved + capacity <= known.size:
                     segment = known
                     break
         if segment is None:
-            segment = self._grow(device, capacity if capacity > LARGE_BYTES else self._segment_bytes)
+            segment = self._grow(device, on_host, capacity if capacity > LARGE_BYTES else self._segment_bytes)
             if segment is None:
                 return None
         event, handle = self._api.make_event(device)
@@ -223,17 +233,19 @@ class DevicePool:
         segment.carved += capacity
         return block
 
-    def _grow(self, device: int, size: int) -> _Segment | None:
+    def _grow(self, device: int, on_host: bool, size: int) -> _Segment | None:
+        size = HOST_SEGMENT_BYTES if on_host else size
         if self._total_bytes + size > self._limit_bytes:
             for segment in list(self._segments.values()):
                 if not segment.live:
                     self._retire(segment)
         if self._total_bytes + size > self._limit_bytes:
             return None
-        memory = self._api.allocate(device, size)
+        memory = self._api.allocate_host(size) if on_host else self._api.allocate(device, size)
         if memory is None:
+            self._has_host_memory = self._has_host_memory and not on_host
             return None
-        segment = self._segments[self._next_id] = _Segment(self._next_id, device, memory)
+        segment = self._segments[self._next_id] = _Segment(self._next_id, device, memory, on_host)
         self._next_id += 1
         self._total_bytes += size
         return segment
@@ -248,7 +260,8 @@ class DevicePool:
     def _put_back(self, block: DeviceBlock) -> None:
         block.segment.live -= 1
         if block.segment.id in self._segments:
-            self._free.setdefault((block.device, block.capacity), []).append(block)
+            kind = block.device, block.segment.on_host, block.capacity
+            self._free.setdefault(kind, []).append(block)
 
 
 def _capacity(size: int) -> int:
@@ -273,15 +286,11 @@ class DeviceSegments:
         self._events: dict[tuple[int, int], tuple[bytes, Any]] = {}
         self.devices: dict[int, int] = {}
 
-    def copy_out(self, ticket: DeviceTicket, target: torch.device) -> torch.Tensor:
-        """The bytes of a ticket in memory of our own on ``target``; then the block may be released."""
+    def copy_out(self, ticket: DeviceTicket, copy: torch.Tensor) -> None:
+        """Copy the bytes of a ticket into ``copy``, which has their size; then the block may be released."""
         device = self.devices[ticket.device]
         memory, event = self._open(ticket, device)
-        copy = torch.empty(ticket.size, dtype=torch.uint8, device=target)
-        self._api.wait(event, device)
-        copy.copy_(memory[ticket.offset : ticket.offset + ticket.size], non_blocking=True)
-        self._api.record(event, device)
-        return copy
+        self._api.copy_out(event, memory, ticket.offset, ticket.size, copy, device)
 
     def opened(self, ticket: DeviceTicket) -> torch.Tensor:
         """The whole segment of a ticket, whose bytes are there for what is put onto the current stream from now on.
@@ -312,6 +321,8 @@ class DeviceSegments:
             memory = self._memory.get(ticket.segment_id)
             if memory is None:
                 memory = self._memory[ticket.segment_id] = self._api.open(ticket.export, device)
+            if ticket.offset < 0 or ticket.offset + ticket.size > memory.numel():
+                raise SerializationError("a peer lent memory that its segment does not have")
             handle, event = self._events.get(key, (b"", None))
             if handle != ticket.event_handle:
                 event = self._api.open_event(ticket.event_handle, device)

@@ -30,9 +30,9 @@ from farcall.serialize.spans import copy_of, memory_of
 CHUNK_BYTES = 16 << 20
 LANDING_BYTES = 64 * 1024
 """Larger tensors are not downloaded this way."""
-SLOT_BYTES = 32 * 1024
+SLOT_BYTES = 64 * 1024
 """Larger tensors are not uploaded this way."""
-HALF_RING_SLOTS = 32
+HALF_RING_SLOTS = 16
 COMPANY_BYTES = 32 * 1024
 WORTH_BYTES = 1024
 """Smaller tensors get no company: a program may keep many of them, and the company with each."""

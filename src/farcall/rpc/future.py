@@ -194,7 +194,7 @@ class Future(Outcome[T], PendingCall):
             self.fail(error)
         else:
             if self._node.device_list and has_devices(frame.payload):
-                self._stamp = stamp(value, self._node.device_list)
+                self._stamp = stamp(value, self._node.device_list, fresh=True)
             self.settle(self, value)
             self._value = value  # after its stamp: a thread that sees the value waits for the stamp
             if self._waiters:

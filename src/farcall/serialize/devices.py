@@ -43,6 +43,8 @@ _FORM = bytes([DEVICES_FORM])
 _device = lru_cache(torch.device)
 _name = lru_cache(str)
 
+Form = tuple[tuple[int, ...], torch.dtype]
+"""The shape and the type of a contiguous tensor."""
 Part = tuple[int, bool, int, Any]
 DeviceTable = list[tuple[str, list[Part]]]
 _Descriptor = tuple[Any, tuple[Any, ...]]
@@ -63,14 +65,14 @@ class PeerDevices(Protocol):
     def take_back(self, ticket: tuple[Any, ...]) -> None:
         """The blocks that were lent are not sent after all, or were lost on their way."""
 
-    def take(self, ticket: Any, target: torch.device) -> torch.Tensor:
-        """The bytes that the peer lent, in memory of our own."""
+    def take(self, ticket: Any, target: torch.device, form: Form | None = None) -> torch.Tensor:
+        """What the peer lent, as a tensor of that ``form`` where it had to be copied; else as bytes."""
 
     def drop(self, ticket: Any) -> None:
         """The blocks that the peer lent will not be taken."""
 
     def to_device(self, source: memoryview, target: torch.device) -> torch.Tensor:
-        """Bytes of the host on a device."""
+        """Bytes of the host on a device; more may follow them."""
 
 
 class DeviceRecord:
@@ -165,7 +167,7 @@ def write_device_table(encoding: Encoding) -> bytes:
         if record.first is not None and len(views) == 1 and not record.first.is_cpu:
             low, high = views[0][:2]
             source = record.first.detach() if record.first.requires_grad else record.first
-            parts = [_place(encoding, devices, record.target, source, low, high - low, False)]
+            parts = [_place(encoding, devices, record.target, source, low, high - low, True)]
         else:
             pieces = parts_of(views) if views else []
             parts = [_write_part(encoding, devices, record, *piece) for piece in pieces]
@@ -279,24 +281,30 @@ def rebuild_on_device(
     if number < 0:
         raise SerializationError("the message describes a tensor outside the memory it brought")
     part_low, compact, _, _ = parts[number]
-    key = ("device", index, number)
-    memory = decoding.storages.get(key)
-    if memory is None:
-        memory = decoding.storages[key] = _read_part(decoding, _device(name), parts, number)
     if compact:
         strides, offset = compact_strides(shape, strides), 0
     else:
         offset -= part_low // dtype.itemsize
+    key = ("device", index, number)
+    memory = decoding.storages.get(key)
+    if memory is None:
+        # The usual tensor is all of its part, row by row: it is made once, as what it is, and not of bytes.
+        form = (shape, dtype) if compact and 0 not in strides else None
+        memory = decoding.storages[key] = _read_part(decoding, _device(name), parts, number, form)
+        if form is not None and memory.dtype is dtype and memory.shape == shape and memory.stride() == strides:
+            return _finish(decoding, memory, flags)
     tensor = torch.empty(0, dtype=dtype, device=memory.device)
     return _finish(decoding, tensor.set_(memory.untyped_storage(), offset, shape, strides), flags)
 
 
-def _read_part(decoding: Decoding, target: torch.device, parts: list[Part], number: int) -> torch.Tensor:
+def _read_part(
+    decoding: Decoding, target: torch.device, parts: list[Part], number: int, form: Form | None
+) -> torch.Tensor:
     low, compact, how, what = parts[number]
     devices: PeerDevices = decoding.peer.devices
     if how == _TICKET:
         parts[number] = (low, compact, _BYTES, b"")  # taken, whatever comes of it
-        return devices.take(what, target)
+        return devices.take(what, target, form)
     memory = memoryview(what) if how == _BYTES else decoding.buffers[what]
     if target.type != "cpu":
         return devices.to_device(memory, target)

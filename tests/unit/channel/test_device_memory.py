@@ -8,7 +8,16 @@ import pytest
 import torch
 from tests.kit.fake_device import FakeApi
 
-from farcall.channel.device_memory import IDLE_S, LARGE_BYTES, REST_S, DevicePool, DeviceSegments, DeviceTicket
+from farcall.channel.device_memory import (
+    HOST_SEGMENT_BYTES,
+    IDLE_S,
+    LARGE_BYTES,
+    REST_S,
+    DevicePool,
+    DeviceSegments,
+    DeviceTicket,
+)
+from farcall.errors import SerializationError
 
 MEBIBYTE = 1 << 20
 
@@ -26,10 +35,19 @@ def pool(api: FakeApi) -> Iterator[DevicePool]:
 
 
 def send(pool: DevicePool, data: bytes, peer: str = "b") -> DeviceTicket:
-    block = pool.allocate(0, len(data))
-    assert block is not None
-    block.memory[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return pool.lend(block, len(data), peer)
+    ticket = pool.lend(0, torch.frombuffer(bytearray(data), dtype=torch.uint8), len(data), peer)
+    assert ticket is not None
+    return ticket
+
+
+def is_full(pool: DevicePool, size: int) -> bool:
+    return pool.lend(0, torch.empty(size, dtype=torch.uint8), size, "b") is None
+
+
+def copied_out(segments: DeviceSegments, ticket: DeviceTicket) -> bytes:
+    copy = torch.empty(ticket.size, dtype=torch.uint8)
+    segments.copy_out(ticket, copy)
+    return bytes(copy.tolist())
 
 
 def place(ticket: DeviceTicket) -> tuple[int, int]:
@@ -41,14 +59,14 @@ def test_what_is_lent_arrives_and_each_side_waits_for_the_other(api: FakeApi, po
     segments.devices[0] = 0
     ticket = send(pool, b"hello")
     event = int(ticket.event_handle)
-    assert bytes(segments.copy_out(ticket, torch.device("cpu")).tolist()) == b"hello"
+    assert copied_out(segments, ticket) == b"hello"
     # The writer waits for the reader before it; the reader for the writer.
     assert api.log == [("wait", event), ("record", event), ("wait", event), ("record", event)]
     assert pool.release([place(ticket)], "b") == 0
     again = send(pool, b"world")
     assert place(again) == place(ticket)
     assert api.log[4:] == [("wait", event), ("record", event)]
-    assert bytes(segments.copy_out(again, torch.device("cpu")).tolist()) == b"world"
+    assert copied_out(segments, again) == b"world"
     assert (api.opened, api.exports, api.events) == (1, 1, 1), "a segment and its event are opened once"
 
 
@@ -78,24 +96,38 @@ def test_releases_of_others_and_second_ones_change_nothing(pool: DevicePool) -> 
 def test_the_limit_is_kept_and_idle_segments_make_room(api: FakeApi) -> None:
     pool = DevicePool(api, 64 * MEBIBYTE)
     small = send(pool, b"x")
-    assert pool.allocate(0, LARGE_BYTES + 1) is None
+    assert is_full(pool, LARGE_BYTES + 1)
     pool.release([place(small)], "b")
-    block = pool.allocate(0, LARGE_BYTES + 1)
-    assert block is not None
+    assert not is_full(pool, LARGE_BYTES + 1)
     assert pool.stats().total <= 64 * MEBIBYTE
     assert pool.trim(0.0) == [(small.segment_id, ["b"])], "who has opened the segment that went is to be told"
 
 
 def test_no_memory_is_no_error() -> None:
-    assert DevicePool(FakeApi(free_bytes=MEBIBYTE), 256 * MEBIBYTE).allocate(0, 1) is None
+    assert is_full(DevicePool(FakeApi(free_bytes=MEBIBYTE), 256 * MEBIBYTE), 1)
 
 
 def test_a_large_block_is_used_again_for_a_little_less(pool: DevicePool) -> None:
-    block = pool.allocate(0, 40 * MEBIBYTE)
-    assert block is not None
-    pool.free(block)
-    assert pool.allocate(0, 35 * MEBIBYTE) is block
-    assert pool.allocate(0, 35 * MEBIBYTE) is not block
+    ticket = send(pool, bytes(40 * MEBIBYTE))
+    pool.release([place(ticket)], "b")
+    assert place(send(pool, bytes(35 * MEBIBYTE))) == place(ticket)
+    assert place(send(pool, bytes(35 * MEBIBYTE))) != place(ticket)
+
+
+@pytest.mark.parametrize("failing", ["fill", "export"])
+def test_what_could_not_be_copied_or_shared_is_free(
+    api: FakeApi, pool: DevicePool, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(api, failing, fail)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            send(pool, b"hello")
+    assert pool.stats().lent == 0
+    send(pool, b"hello")
+    assert pool.stats().idle == 0, "it is the same block"
 
 
 def test_what_a_dead_peer_held_rests_and_then_gets_a_new_event(api: FakeApi, pool: DevicePool) -> None:
@@ -126,7 +158,41 @@ def test_a_retired_segment_is_opened_anew(api: FakeApi, pool: DevicePool) -> Non
     segments = DeviceSegments(api)
     segments.devices[0] = 0
     ticket = send(pool, b"x")
-    segments.copy_out(ticket, torch.device("cpu"))
+    copied_out(segments, ticket)
     segments.retire(ticket.segment_id)
-    segments.copy_out(ticket, torch.device("cpu"))
+    copied_out(segments, ticket)
     assert api.opened == 2
+
+
+@pytest.mark.parametrize("offset", [-1, 60 * MEBIBYTE])
+def test_memory_beyond_a_segment_is_not_touched(api: FakeApi, pool: DevicePool, offset: int) -> None:
+    segments = DeviceSegments(api)
+    segments.devices[0] = 0
+    ticket = send(pool, bytes(5 * MEBIBYTE))._replace(offset=offset)
+    with pytest.raises(SerializationError, match="does not have"):
+        segments.copy_out(ticket, torch.empty(ticket.size, dtype=torch.uint8))
+    with pytest.raises(SerializationError, match="does not have"):
+        segments.opened(ticket)
+
+
+def lent_on_host(pool: DevicePool, size: int = 1000) -> DeviceTicket:
+    ticket = pool.lend(0, torch.ones(size, dtype=torch.uint8), size, "b", on_host=True)
+    assert ticket is not None
+    return ticket
+
+
+def test_blocks_of_the_host_and_of_the_device_are_never_one_anothers(api: FakeApi, pool: DevicePool) -> None:
+    on_device, on_host = send(pool, bytes(1000)), lent_on_host(pool)
+    assert on_device.segment_id != on_host.segment_id
+    assert api.log[-3:] == [("allocate_host", HOST_SEGMENT_BYTES), ("wait", 2), ("record", 2)]
+    pool.release([place(on_device), place(on_host)], "b")
+    assert place(lent_on_host(pool)) == place(on_host)
+    assert place(send(pool, bytes(1000))) == place(on_device)
+
+
+def test_where_the_host_has_no_such_memory_it_is_asked_once(api: FakeApi, pool: DevicePool) -> None:
+    api.has_host_memory = False
+    assert pool.lend(0, torch.ones(1000), 4000, "b", on_host=True) is None, "this one goes another way"
+    assert lent_on_host(pool).size == 1000
+    assert lent_on_host(pool).size == 1000
+    assert [what for what, _ in api.log].count("allocate_host") == 1

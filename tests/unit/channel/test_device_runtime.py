@@ -41,7 +41,7 @@ class Library:
 
 def test_a_copy_and_a_look() -> None:
     library = Library([0, 600, 0])
-    own = DeviceRuntime(library, "hip")  # type: ignore[arg-type]
+    own = DeviceRuntime(library, "hip", Library([]))  # type: ignore[arg-type]
     own.copy(10, 20, 30, 40)
     assert not own.is_done(40)
     assert own.is_done(40)
@@ -53,10 +53,27 @@ def test_a_copy_and_a_look() -> None:
     ]
 
 
+def test_what_comes_behind_work_of_the_users_lets_go_of_the_interpreter() -> None:
+    keeping, letting_go = Library([0, 0, 0, 0, 600, 600]), Library([0, 0, 0, 0, 700])
+    own = DeviceRuntime(keeping, "cuda", letting_go)  # type: ignore[arg-type]
+    submitted = [
+        ("cudaStreamWaitEvent", 40, 50, 0),
+        ("cudaMemcpyAsync", 10, 20, 30, 4, 40),
+        ("cudaEventRecord", 50, 40),
+    ]
+    own.copy_behind(50, 10, 20, 30, 40)
+    assert keeping.log == [("cudaStreamQuery", 40), *submitted]
+    own.copy_behind(50, 10, 20, 30, 40)
+    assert letting_go.log == submitted
+    with pytest.raises(RuntimeError, match="could not copy: out of luck"):
+        own.copy_behind(50, 10, 20, 30, 40)
+    assert letting_go.log[3:] == submitted[:2]
+
+
 @pytest.mark.parametrize("what", ["copy", "look"])
 def test_errors_are_raised_and_do_not_stay(what: str) -> None:
     library = Library([700])
-    own = DeviceRuntime(library, "cuda")  # type: ignore[arg-type]
+    own = DeviceRuntime(library, "cuda", Library([]))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="out of luck"):
         own.copy(1, 2, 3, 4) if what == "copy" else own.is_done(4)
     assert ("cudaGetLastError",) in library.log
@@ -65,7 +82,7 @@ def test_errors_are_raised_and_do_not_stay(what: str) -> None:
 def test_without_the_library_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "0.0")
     monkeypatch.setattr(torch.version, "hip", None)
-    assert device_runtime._loaded.__wrapped__() is None
+    assert device_runtime.loaded_runtime.__wrapped__() is None
 
 
 def test_it_is_used_only_on_the_streams_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +98,7 @@ def test_it_is_used_only_on_the_streams_device(monkeypatch: pytest.MonkeyPatch) 
     inner = Inner()
     own = object()
     monkeypatch.setattr(device_runtime, "_C", inner)
-    monkeypatch.setattr(device_runtime, "_loaded", lambda: own)
+    monkeypatch.setattr(device_runtime, "loaded_runtime", lambda: own)
     assert device_runtime.runtime_for(Stream()) is own  # type: ignore[arg-type]
     inner.device = 0
     assert device_runtime.runtime_for(Stream()) is None  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from farcall.errors import Delivery, NetworkError, SerializationError
 from farcall.protocol.frames import REQUEST, Frame
 from farcall.serialize import discard, has_devices, map_cpu_tensors, withdraw
 from farcall.serialize.context import IfUnsent
-from farcall.serialize.devices import DEVICES_FORM, read_device_table
+from farcall.serialize.devices import DEVICES_FORM, Form, read_device_table
 from farcall.serialize.policy import REDUCERS
 
 CUDA = torch.device("cuda", 0)
@@ -29,6 +29,7 @@ class FakePeer:
         self.uploaded: list[int] = []
         self.dropped: list[Any] = []
         self.taken: list[Any] = []
+        self.copies = False
 
     def target(self, device: torch.device, is_request: bool) -> torch.device | None:
         return CUDA if self.maps[is_request] else None
@@ -37,9 +38,10 @@ class FakePeer:
         self.uploaded.append(source.nbytes)
         return torch.frombuffer(bytearray(source), dtype=torch.uint8)
 
-    def take(self, ticket: Any, target: torch.device) -> torch.Tensor:
+    def take(self, ticket: Any, target: torch.device, form: Form | None = None) -> torch.Tensor:
         self.taken.append(ticket)
-        return torch.arange(ticket[1], dtype=torch.uint8)
+        bytes_ = torch.arange(ticket[1], dtype=torch.uint8)
+        return bytes_ if form is None or not self.copies else bytes_.view(form[1]).view(form[0])
 
     def drop(self, ticket: Any) -> None:
         self.dropped.append(ticket)
@@ -114,14 +116,14 @@ def test_beside_other_buffers(mapped: FakePeer) -> None:
     assert bytes(back["data"]) == b"z" * 10_000
 
 
-def message(ticket: Any, how: int = 0) -> bytes:
-    """A message with one tensor of 100 bytes, lent by ``ticket``."""
+def message(ticket: Any, value: Any = None, compact: bool = False) -> bytes:
+    """A message with tensors of one storage, lent by ``ticket``; by default one of 100 bytes."""
     peer = FakePeer()
     map_cpu_tensors()
-    payload, _ = encode_call(torch.arange(100, dtype=torch.uint8), peer)
+    payload, _ = encode_call(torch.arange(100, dtype=torch.uint8) if value is None else value, peer)
     table, rest = read_device_table(payload)
-    (target, ((low, compact, _, _),)) = table[0]
-    written = pickle.dumps([(target, [(low, compact, how, ticket)])], 5)
+    (target, ((low, _, _, _),)) = table[0]
+    written = pickle.dumps([(target, [(low, compact, 0, ticket)])], 5)
     return bytes(rest) + written + len(written).to_bytes(4, "little") + bytes([DEVICES_FORM])
 
 
@@ -130,6 +132,22 @@ def test_a_ticket_is_taken_once(mapped: FakePeer) -> None:
     assert torch.equal(back, torch.arange(100, dtype=torch.uint8))
     assert mapped.taken == [("t", 100)]
     assert mapped.dropped == []
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("shape", [(100,), (5, 20), (25, 1, 4), (1, 100)])
+def test_what_is_all_of_its_part_comes_as_a_tensor_or_as_bytes(
+    mapped: FakePeer, copies: bool, shape: tuple[int, ...]
+) -> None:
+    mapped.copies = copies
+    value = torch.arange(100, dtype=torch.uint8).view(torch.int32).view(-1)
+    shape = (*shape[:-1], shape[-1] // 4)
+    first, second = decode(message(("t", 100), [value.view(shape), value.view(shape)], compact=True), (), mapped)
+    assert torch.equal(first, value.view(shape))
+    assert first.stride() == value.view(shape).stride()
+    assert second is not first
+    assert second.data_ptr() == first.data_ptr()
+    assert mapped.taken == [("t", 100)]
 
 
 def test_a_message_that_nobody_reads_gives_its_tickets_back(mapped: FakePeer) -> None:

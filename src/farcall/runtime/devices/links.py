@@ -9,10 +9,15 @@ The way to a peer, for each device of ours:
     tried     DeviceOpened       -> shared: tensors are lent, from a pool that the peer has opened
     tried     ... with a reason  -> host: through pinned buffers, for good; logged once
 
-Through the host also go: what the pool has no room for, what is bound for the CPU, and what is small: processes that
-take turns on a device pay for it, see `channel/staging.py`. For that the host waits for the stream; so it is done for
-answers, which nobody could use earlier, and for calls from a stream that has nothing to do: a caller never waits for
-its device.
+Processes that take turns on a device pay for it (`channel/pinned_memory.py`). Hence, between two on one device:
+
+    up to SMALL_BYTES      through the host, inside the message: the host waits for the stream. So it is done for
+                           answers, which nobody could use earlier, and for calls from a stream that has nothing to do:
+                           a caller never waits for its device
+    up to HOST_BYTES       lent in pinned memory of the host that both have opened; nobody waits
+    more                   lent in memory of the device
+
+Through the host also go: what the pool has no room for, and what is bound for the CPU.
 
 What the peer lent is copied, and given back at once; or, by option, used where it is. Then it is given back after its
 death: once a worker has seen that all our streams are done with it (`settle_views`). For each link at most one worker
@@ -31,32 +36,47 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import prod
 from time import monotonic
 from typing import Any, Protocol
 
 import torch
 
 from farcall.channel import staging
-from farcall.channel.device_api import DeviceApi
+from farcall.channel.device_api import DeviceApi, Export
 from farcall.channel.device_memory import DevicePool, DeviceSegments, DeviceTicket
+from farcall.errors import SerializationError
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.runtime.devices.maps import reversed_map
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.serialize.allowance import loads
+from farcall.serialize.devices import Form
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 SMALL_BYTES = 64 * 1024
 """Up to this size a tensor goes through the host, but for calls from a busy stream."""
+HOST_LEAST_BYTES = 32 * 1024
+"""Smaller ones are no better off in the host's memory: uploads of less need the device's processors."""
+HOST_BYTES = (1 << 20) - 1
+"""Beyond it two copies over the bus take longer than one on the device and its share of a turn; and views begin."""
 TRIED_BYTES = 512
-URGENT_BYTES = 1 << 20
-"""What is as large as this is given back at once; smaller blocks wait for company."""
+TRIED_HOST_BYTES = 4096
+WORTH_RELEASING_BYTES = 1 << 20
+WORTH_RELEASING_BLOCKS = 32
+"""So much is given back ahead of a message to the peer: for each one alone a message would be made, sent and read."""
+URGENT_BYTES = 16 << 20
+"""So much is given back at once, if no message comes along: the peer may have no other memory of that size."""
 VIEWED_BYTES = 1 << 20
 """What is smaller is copied even where views are wanted: it is not worth keeping somebody else's block."""
 RETRY_S = 10.0
 """So long dead views are left alone after the device has failed, which it mostly does for good."""
+
+
+_Tried = tuple[torch.Tensor, torch.Tensor | None]
+"""What the peer was asked to open: memory of the device, and of the host."""
 
 
 class LinksNode(Protocol):
@@ -81,9 +101,11 @@ class DeviceLink:
         self._back_automatic = False
         self._to = _as_devices(pairs)
         self._back: dict[torch.device, torch.device] = {}
-        self._ways: dict[int, bool | torch.Tensor] = {}  # a tensor: tried with it
+        self._ways: dict[int, bool | _Tried] = {}
+        self._sharing_host: dict[int, int] = {}  # devices of ours, as the peer numbers them, if it shares the host's
         self._segments = DeviceSegments(node.api)
         self._released: deque[tuple[int, int]] = deque()
+        self._owed_bytes = 0  # of these; about: counted without a lock
         self._dead_views: deque[DeviceTicket] = deque()
         self._settling = False  # set by the I/O thread, cleared by the task
         self._settle_from = 0.0
@@ -128,30 +150,28 @@ class DeviceLink:
             return None
         if size <= SMALL_BYTES and not (is_request and self._api.is_busy(device)):
             return None
-        pool = self._node.pool
-        block = pool.allocate(device, size)
-        if block is None:
-            return None
-        try:
-            block.memory[:size].view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
-            ticket = pool.lend(block, size, self._peer)
-        except BaseException:
-            pool.free(block)
-            raise
-        self.bytes_sent += size
+        on_host = HOST_LEAST_BYTES <= size <= HOST_BYTES and self._sharing_host.get(device) == target.index
+        ticket = self._node.pool.lend(device, source, size, self._peer, on_host)
+        if ticket is not None:
+            self.bytes_sent += size
         return ticket
 
     def take_back(self, ticket: tuple[Any, ...]) -> None:
         known = DeviceTicket(*ticket)
         self._node.pool.release([(known.segment_id, known.offset)], self._peer)
 
-    def take(self, ticket: Any, target: torch.device) -> torch.Tensor:
+    def take(self, ticket: Any, target: torch.device, form: Form | None = None) -> torch.Tensor:
         known = DeviceTicket(*ticket)
         self.bytes_received += known.size
         views = self._node.options.memory.device_views and known.size >= VIEWED_BYTES
         if not views or self._segments.devices[known.device] != target.index:
             try:
-                return self._segments.copy_out(known, target)
+                shape, dtype = form or ((known.size,), torch.uint8)
+                if prod(shape) * dtype.itemsize != known.size:
+                    raise SerializationError(f"a peer lent {known.size} bytes for a tensor of {shape}, {dtype}")
+                copy = torch.empty(shape, dtype=dtype, device=target)
+                self._segments.copy_out(known, copy)
+                return copy
             finally:
                 self.drop(known)
         try:
@@ -164,7 +184,8 @@ class DeviceLink:
 
     def drop(self, ticket: Any) -> None:
         self._released.append((ticket[1], ticket[2]))
-        self._node.on_release(ticket[3] >= URGENT_BYTES)
+        self._owed_bytes += ticket[3]
+        self._node.on_release(self._owed_bytes >= URGENT_BYTES)
 
     def to_device(self, source: memoryview, target: torch.device) -> torch.Tensor:
         return staging.to_device(source, target, target.index in self._segments.devices.values())
@@ -218,8 +239,14 @@ class DeviceLink:
         """Is there anything to give back?"""
         return bool(self._released)
 
+    @property
+    def is_worth_releasing(self) -> bool:
+        """Is there so much to give back that a message should take it along? Less waits for a timer, or for more."""
+        return self._owed_bytes >= WORTH_RELEASING_BYTES or len(self._released) >= WORTH_RELEASING_BLOCKS
+
     def take_releases(self) -> list[tuple[int, int]]:
         """What to give back now."""
+        self._owed_bytes = 0
         released = []
         while self._released:
             released.append(self._released.popleft())
@@ -256,10 +283,12 @@ class DeviceLink:
         memory = self._api.allocate(device, TRIED_BYTES)
         if memory is None:
             return  # to be tried again
-        self._ways[device] = memory
+        host = self._api.allocate_host(TRIED_HOST_BYTES)
+        self._ways[device] = memory, host
         try:
             _, handle = self._api.make_event(device)
-            opener = pickle.dumps((self._api.export(memory), handle), 5)
+            exports = self._api.export(memory), handle, None if host is None else self._api.export(host)
+            opener = pickle.dumps(exports, 5)
             name = self._api.name_of(device)
         except Exception as error:
             self._refused(device, f"{type(error).__name__}: {error}")
@@ -269,6 +298,7 @@ class DeviceLink:
     def on_tried(self, message: messages.DeviceTried) -> None:
         """The peer asks. On a worker: the first look at a device takes a moment."""
         why_not = ""
+        sharing_host = -1
         try:
             device = self._api.find(message.name)
             if not self._node.options.memory.device_sharing:
@@ -276,14 +306,24 @@ class DeviceLink:
             elif device is None:
                 why_not = "that device is not visible there"
             else:
-                export, handle = loads(message.opener)
+                export, handle, host = loads(message.opener)
                 self._api.open(export, device)
                 self._api.open_event(handle, device)
                 self._segments.devices[message.device] = device
+                if host is not None and self._opens_host(host, device):
+                    sharing_host = device
         except Exception as error:
             why_not = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         assert isinstance(self._peer, RemotePeer)
-        self._peer.control(messages.DeviceOpened(message.device, why_not))
+        self._peer.control(messages.DeviceOpened(message.device, why_not, sharing_host))
+
+    def _opens_host(self, export: Export, device: int) -> bool:
+        try:
+            self._api.open(export, device)
+        except Exception as error:
+            logger.info("%s: no memory of the host is shared with %s: %s", self._node.name, self._peer.info.name, error)
+            return False
+        return True
 
     def on_opened(self, message: messages.DeviceOpened) -> None:
         """The peer's answer."""
@@ -291,6 +331,8 @@ class DeviceLink:
             self._refused(message.device, message.why_not)
         else:
             logger.info("%s: device memory is shared with %s", self._node.name, self._peer.info.name)
+            if message.sharing_host >= 0:
+                self._sharing_host[message.device] = message.sharing_host
             self._ways[message.device] = True
 
     def _refused(self, device: int, why: str) -> None:
@@ -326,7 +368,7 @@ class LocalDeviceLink(DeviceLink):
     def take_back(self, ticket: Any) -> None:
         self.drop(ticket)
 
-    def take(self, ticket: Any, target: torch.device) -> torch.Tensor:
+    def take(self, ticket: Any, target: torch.device, form: Form | None = None) -> torch.Tensor:
         with self._held_lock:
             copy, event = self._held.pop(ticket[0])
         stream = torch.cuda.current_stream(target)

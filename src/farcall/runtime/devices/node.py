@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from farcall.channel.device_api import CudaApi, DeviceApi
+from farcall.channel.device_api import DEFAULT_STREAM, CudaApi, DeviceApi, current_stream, current_stream_id
 from farcall.channel.device_memory import DevicePool, PoolStats
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
@@ -110,13 +110,11 @@ class NodeDevices:
 
         All of distributed autograd's own work runs so, on whatever thread: that orders it.
         """
-        outside = [torch.cuda.current_stream(device) for device in self.devices]
-        default = [torch.cuda.default_stream(device) for device in self.devices]
-        if outside == default:
+        if all(current_stream_id(device.index)[0] == DEFAULT_STREAM for device in self.devices):
             function()
             return
-        call_streams = CallStreams(default)
-        call_streams.follow(CallStreams(outside))
+        call_streams = CallStreams([torch.cuda.default_stream(device) for device in self.devices])
+        call_streams.follow(CallStreams([current_stream(device.index) for device in self.devices]))
         try:
             with call_streams:
                 function()
@@ -126,9 +124,8 @@ class NodeDevices:
     def follow_default_streams(self) -> None:
         """Have the current streams wait for what is on the default ones."""
         for device in self.devices:
-            current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
-            if current != default:
-                current.wait_stream(default)
+            if current_stream_id(device.index)[0] != DEFAULT_STREAM:
+                current_stream(device.index).wait_stream(torch.cuda.default_stream(device))
 
     def handle(self, peer: RemotePeer, message: messages.Message) -> None:
         """A control message about devices; on the thread that reads, in order."""

@@ -191,9 +191,11 @@ class StreamCoroutine(Coroutine[Any, Any, T]):
 class Stamp:
     """When a value on devices is ready: what was on the current streams then. ``wait`` costs the host nothing."""
 
-    __slots__ = ("_events", "_tensors")
+    __slots__ = ("_events", "_fresh", "_tensors")
 
-    def __init__(self, devices: Iterable[int], tensors: list[torch.Tensor]) -> None:
+    def __init__(self, devices: Iterable[int], tensors: list[torch.Tensor], fresh: bool = False) -> None:
+        """``fresh``: the memory of ``tensors`` is of the current streams, and of no third one."""
+        self._fresh = fresh
         self._events = [
             (device, current_stream_id(device), current_stream(device).record_event()) for device in devices
         ]
@@ -201,23 +203,28 @@ class Stamp:
 
     def wait(self) -> None:
         """Have the current streams wait for it, and its memory be kept until they are done with it."""
+        elsewhere = set()
         for device, made_on, event in self._events:
             if current_stream_id(device) != made_on:
+                elsewhere.add(device)
                 current_stream(device).wait_event(event)
         for tensor in self._tensors:
-            tensor.record_stream(current_stream(tensor.get_device()))
+            if not self._fresh or tensor.get_device() in elsewhere:
+                tensor.record_stream(current_stream(tensor.get_device()))
 
 
-def stamp(value: Any, devices: Sequence[torch.device]) -> Stamp | None:
+def stamp(value: Any, devices: Sequence[torch.device], fresh: bool = False) -> Stamp | None:
     """The stamp of a value made just now; None: it is known to have nothing on a device.
+
+    ``fresh``: it was read from a message, on the current streams.
 
     In tensors, modules and containers what is on devices is found. Other objects are not looked into: they may have
     something on any of the node's ``devices``.
     """
     found: list[torch.Tensor] = []
     if _find(value, found):
-        return Stamp({tensor.get_device() for tensor in found}, found) if found else None
-    return Stamp({*(device.index for device in devices), *(tensor.get_device() for tensor in found)}, found)
+        return Stamp({tensor.get_device() for tensor in found}, found, fresh) if found else None
+    return Stamp({*(device.index for device in devices), *(tensor.get_device() for tensor in found)}, found, fresh)
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)

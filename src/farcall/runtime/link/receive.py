@@ -50,7 +50,7 @@ SLICE_S = 0.002
 """After so long with functions of one link the I/O thread looks at the others."""
 IO_READS_S = 0.002
 """So long a thread waits for the I/O thread, which reads at this moment, to be done: it has its answer then, or reads
-itself."""
+itself. So long the I/O thread waits for a thread that stops reading at this moment."""
 MOST_MISSED = 8
 """After so many requests that the I/O thread would have served itself, a helping reader gives the link back to it."""
 SHARED_S = 1.0
@@ -259,7 +259,9 @@ class Incoming:
 
     def _read(self) -> None:
         """On the I/O thread: read what is there, unless somebody else is reading."""
-        if not self._read_lock.acquire(False):
+        if not self._read_lock.acquire(False) and (self._silenced or not self._read_lock.acquire(True, IO_READS_S)):
+            # A helping reader has the role. If it no longer silences the poller it is giving the role up: not to wait
+            # for that would mean to be called again and again, while the helping reader waits for the interpreter.
             return
         reading.link = self
         link = self._link

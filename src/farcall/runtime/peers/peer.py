@@ -215,7 +215,7 @@ class RemotePeer(Peer):
             )
         if self.segments is not None and self.segments.owed_bytes >= WORTH_RELEASING_BYTES:
             self.send_releases(more=True)  # ahead of this message: its receiver may want the memory at once
-        if self.devices is not None and self.devices.has_releases:
+        if self.devices is not None and self.devices.is_worth_releasing:
             self.send_device_releases(more=True)
         if kind == REQUEST and awaited is None:
             self.link.incoming.is_used()

@@ -77,7 +77,7 @@ def test_a_function_that_is_late_there_again_and_again_stays_away_for_longer(
     assert found == [4 * PARDON_RUNS, 16 * PARDON_RUNS, 64 * PARDON_RUNS, 256 * PARDON_RUNS, *[MOST_PARDON_RUNS] * 2]
 
 
-@pytest.mark.parametrize(("all_s", "counts_s"), [(0.0011, 0.0001), (0.0002, 0.001)])
+@pytest.mark.parametrize(("all_s", "counts_s"), [(0.0011, 0.0001), (0.0006, 0.0005), (0.0001, 0.001)])
 def test_who_waited_for_the_interpreter_was_not_long_and_who_slept_was(
     functions: InlineFunctions, all_s: float, counts_s: float
 ) -> None:

@@ -11,11 +11,13 @@ import torch
 from tests.kit.fake_device import FakeApi
 
 from farcall.channel.device_memory import DevicePool, DeviceTicket
+from farcall.errors import SerializationError
 from farcall.ids import WorkerInfo
 from farcall.options import MemoryOptions, RpcBackendOptions
 from farcall.protocol import messages
 from farcall.runtime.devices import links as device_links
 from farcall.runtime.devices.links import VIEWED_BYTES, DeviceLink
+from farcall.runtime.peers.peer import Peer, RemotePeer
 
 DEVICE = torch.device("cuda", 0)
 
@@ -52,10 +54,9 @@ class Pair:
         return self.sender._node.pool
 
     def lend(self, size: int) -> DeviceTicket:
-        block = self.pool.allocate(0, size)
-        assert block is not None
-        block.memory[:size].copy_(torch.arange(size) % 251)
-        return self.pool.lend(block, size, self.sender._peer)
+        ticket = self.pool.lend(0, (torch.arange(size) % 251).to(torch.uint8), size, self.sender._peer)
+        assert ticket is not None
+        return ticket
 
     def view(self) -> torch.Tensor:
         return self.receiver.take(tuple(self.lend(VIEWED_BYTES)), DEVICE)
@@ -152,7 +153,7 @@ def test_views_that_die_while_others_are_settled_are_settled_next(monkeypatch: p
     pair.receiver.settle_views()
     pair.later.pop()()
     assert pair.later == [], "no second worker waits for the device"
-    assert pair.wakes == [True, False], "for what is given back, and for what is not settled"
+    assert pair.wakes == [False, False], "for what is given back, and for what is not settled"
     pair.give_back()
     assert pair.pool.stats().lent == 0
 
@@ -179,3 +180,69 @@ def test_views_are_not_lost_where_the_device_fails(
     now_s[0] += device_links.RETRY_S
     pair.give_back()
     assert pair.pool.stats().lent == 0
+
+
+def test_a_tensor_that_is_larger_than_what_was_lent_is_refused_and_the_block_given_back() -> None:
+    pair = Pair(views=False)
+    with pytest.raises(SerializationError, match="lent 1024 bytes"):
+        pair.receiver.take(tuple(pair.lend(1024)), DEVICE, ((1025,), torch.uint8))
+    taken = pair.receiver.take(tuple(pair.lend(1024)), DEVICE, ((16, 16), torch.int32))
+    assert taken.shape == (16, 16)
+    pair.give_back()
+    assert pair.pool.stats().lent == 0
+
+
+def test_small_blocks_wait_for_company_before_a_message_takes_them_along() -> None:
+    pair = Pair(views=False)
+    worth = []
+    for _ in range(device_links.WORTH_RELEASING_BLOCKS):
+        pair.receiver.take(tuple(pair.lend(1024)), DEVICE)
+        worth.append(pair.receiver.is_worth_releasing)
+    assert worth == [False] * (device_links.WORTH_RELEASING_BLOCKS - 1) + [True]
+    assert not any(pair.wakes), "nor are they urgent"
+    pair.give_back()
+    assert not pair.receiver.is_worth_releasing
+    pair.receiver.take(tuple(pair.lend(device_links.WORTH_RELEASING_BYTES)), DEVICE)
+    assert pair.receiver.is_worth_releasing
+    pair.receiver.take(tuple(pair.lend(device_links.URGENT_BYTES)), DEVICE)
+    assert pair.wakes[-1], "nobody waits for a message with so much"
+
+
+class Asked(RemotePeer):
+    """A peer whose node is in this process."""
+
+    def __init__(self) -> None:
+        Peer.__init__(self, WorkerInfo("other", 1), 1, 1)
+        self.told: list[messages.Message] = []
+
+    def control(self, message: messages.Message, more: bool = False) -> None:
+        self.told.append(message)
+
+
+@pytest.mark.parametrize(
+    ("opens_host", "numbered", "expected"), [(True, 0, "host"), (False, 0, "device"), (True, 1, "device")]
+)
+def test_medium_sizes_go_through_the_hosts_memory_between_processes_on_one_device(
+    monkeypatch: pytest.MonkeyPatch, opens_host: bool, numbered: int, expected: str
+) -> None:
+    pair = Pair(views=False)
+    for link in (pair.sender, pair.receiver):
+        link._peer = Asked()
+    monkeypatch.setattr(pair.api, "find", lambda name: numbered)
+    source = torch.zeros(1 << 20, dtype=torch.uint8)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
+    assert pair.sender._lend(source, source.nbytes, DEVICE, True) is None, "it is tried first"
+    (tried,) = pair.sender._peer.told
+    if not opens_host:
+        del pair.api.memory[pair.api.exports]
+    pair.receiver.on_tried(tried)
+    (answer,) = pair.receiver._peer.told
+    assert answer.why_not == ""
+    assert answer.sharing_host == (numbered if opens_host else -1)
+    pair.sender.on_opened(answer)
+    kinds = []
+    for size in (device_links.SMALL_BYTES + 1, device_links.HOST_BYTES, device_links.HOST_BYTES + 1):
+        lent = pair.sender._lend(source[:size], size, DEVICE, True)
+        assert lent is not None
+        kinds.append("host" if pair.pool._segments[lent.segment_id].on_host else "device")
+    assert kinds == [expected, expected, "device"]

@@ -196,3 +196,10 @@ def test_whoever_waits_on_the_stream_that_a_value_was_made_on_waits_for_nothing(
     elsewhere: Any = device_api.current_stream(0)
     assert elsewhere.waits == [7]
     assert value.recorded == [7, 8], "its memory is kept in any case: it may have come from a third stream"
+    inner.current = (7, 0, 1)
+    fresh = Stamp([0], [value], fresh=True)  # type: ignore[list-item]
+    fresh.wait()
+    assert value.recorded == [7, 8], "that of what was read here just now has come from this one"
+    inner.current = (8, 0, 1)
+    fresh.wait()
+    assert value.recorded == [7, 8, 8]

@@ -19,7 +19,7 @@ from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import Standby
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.link import Link
-from farcall.runtime.link.receive import LINGER_AFTER
+from farcall.runtime.link.receive import IO_READS_S, LINGER_AFTER
 from farcall.transport.memory import memory_pair
 from farcall.transport.unix import UnixTransport
 
@@ -213,6 +213,36 @@ def test_a_link_that_two_threads_wait_on_is_never_left_silent(joined: tuple[End,
     assert not incoming._lingering
     far.link.outgoing.send(small(2))
     wait_until(lambda: near.frames.qsize() == 2)
+
+
+class Leaving:
+    """A read lock whose holder lets go when somebody waits for it; the attempts to take it, with their arguments."""
+
+    def __init__(self) -> None:
+        self.attempts: list[tuple[object, ...]] = []
+        self._held = True
+
+    def acquire(self, *how: object) -> bool:
+        self.attempts.append(how)
+        self._held = self._held and how == (False,)
+        return not self._held
+
+    def release(self) -> None:
+        pass
+
+
+def test_the_io_thread_waits_for_a_reader_that_stops_and_for_no_other(joined: tuple[End, End]) -> None:
+    # A reader that stops has the poller listen before it lets go, and may wait for the interpreter in between.
+    near, far = joined
+    incoming = near.link.incoming
+    incoming._read_lock = lock = Leaving()  # type: ignore[assignment]
+    incoming._silenced = True
+    incoming._read()
+    assert lock.attempts == [(False,)], "it reads, and may do so for long"
+    incoming._silenced = False
+    far.link.outgoing.send(small(1))
+    assert near.next().call_id == 1
+    assert lock.attempts[:3] == [(False,), (False,), (True, IO_READS_S)]
 
 
 class Overtaken:

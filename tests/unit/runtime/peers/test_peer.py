@@ -121,7 +121,7 @@ def test_any_message_takes_along_what_is_owed_to_its_receiver() -> None:
 class LostDevices:
     """A peer's devices, asked only to take back."""
 
-    has_releases = False
+    is_worth_releasing = False
 
     def __init__(self) -> None:
         self.taken_back: list[object] = []
