@@ -33,6 +33,7 @@ from __future__ import annotations
 import logging
 import pickle
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -90,6 +91,13 @@ class LinksNode(Protocol):
     run_later: Callable[[Callable[[], None]], None]
 
 
+class Borrower(Protocol):
+    """Somebody who has memory of a peer's device open."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
 class DeviceLink:
     """One peer's devices; see `serialize.PeerDevices`."""
 
@@ -110,6 +118,8 @@ class DeviceLink:
         self._settling = False  # set by the I/O thread, cleared by the task
         self._settle_from = 0.0
         self._logged = False
+        self.borrowers: weakref.WeakSet[Borrower] = weakref.WeakSet()
+        """Who has memory of the peer's open beside messages, and lets go of it when the peer ends."""
         self.bytes_sent: int = 0  # lent and taken, not through the host; about: counted without a lock
         self.bytes_received: int = 0
 
@@ -190,6 +200,19 @@ class DeviceLink:
     def to_device(self, source: memoryview, target: torch.device) -> torch.Tensor:
         return staging.to_device(source, target, target.index in self._segments.devices.values())
 
+    # ------------------------------------------------------------------ memory that is no message's
+
+    def shares(self, device: int) -> bool:
+        """Can the peer open memory of this device of ours? If that was never tried, it is now, and the answer is no."""
+        way = self._ways.get(device)
+        if way is None:
+            self._try(device)
+        return way is True
+
+    def here(self, device: int) -> int | None:
+        """How we number that device of the peer's, whose memory we can open; None: we cannot."""
+        return self._segments.devices.get(device)
+
     # ------------------------------------------------------------------ releases
 
     def _on_view_death(self, ticket: DeviceTicket) -> None:
@@ -266,11 +289,13 @@ class DeviceLink:
     def forget_segments(self) -> None:
         """All work everywhere is done: let the peer have its memory back before it ends."""
         self._segments.close()
+        for borrower in list(self.borrowers):
+            borrower.close()
 
     def close(self) -> None:
         """The peer is gone."""
         self._node.pool.release_all(self._peer, monotonic())
-        self._segments.close()
+        self.forget_segments()
 
     # ------------------------------------------------------------------ finding the way
 
