@@ -22,7 +22,7 @@ TIMES = 10
 """How often each operation is done in a batch."""
 WARM = 50
 """How often before: functions have to be known as quick."""
-BATCHES = 40
+BATCHES = 100
 """The fewest functions of a batch count, and the files that all batches enter: on a busy machine threads take turns,
 and quick functions are slow."""
 

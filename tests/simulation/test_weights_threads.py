@@ -235,3 +235,16 @@ def test_a_small_name_leaves_the_memory_of_a_large_one_alone(cluster: Cluster) -
         small.push()
         cluster.settle()
     assert set(publisher.weights.blocks._blocks) == before
+
+
+def test_empty_tensors_that_have_not_changed_need_no_memory(cluster: Cluster) -> None:
+    publisher, reader = subscribed(cluster)
+    empty = publisher.weights.claim("empty", {"x": torch.zeros(0, 3)}, keep=2)
+    subscription = reader.weights.subscribe("empty")
+    cluster.settle()
+    empty.push()
+    version = empty.push(only=[])
+    cluster.settle()
+    assert subscription.version == version
+    assert subscription.get()["x"].shape == (0, 3)
+    subscription.close()

@@ -149,10 +149,16 @@ class Publication:
         with self._weights.lock:
             newest = self.versions.get(self.machine.lender.newest)
             kept = {} if newest is None or only is None else _unchanged(newest.manifest.layout, plans, leaves, only)
-            old = [] if newest is None else [newest.blocks[index] for index in sorted(_contents(newest, kept))]
-            for block in old:
+            shared: list[int] = []  # contents of the newest version that this one lies in, too
+            contents: list[Content] = []
+            blocks: list[Block] = []
+            if newest is not None:
+                before = [newest.manifest.layout.storages[index] for index in kept.values()]
+                shared = sorted({storage.content for storage in before if storage.size_bytes})
+                contents = [newest.manifest.contents[index] for index in shared]
+                blocks = [newest.blocks[index] for index in shared]
+            for block in blocks:
                 self._weights.blocks.share(block)
-        blocks = list(old)
         try:
             offsets, size = [], 0
             for index, plan in enumerate(plans):
@@ -162,23 +168,21 @@ class Publication:
             if size:
                 fresh = self._weights.blocks.take(size)
                 blocks.append(fresh)
-            contents = [self._content(newest, block) for block in old]
-            if fresh is not None:
                 contents.append(Content(self._weights.me, fresh.block_id, fresh.fill, size))
             storages, checksums = [], []
             for index, plan in enumerate(plans):
-                if index in kept:
-                    assert newest is not None
-                    storage = newest.manifest.layout.storages[kept[index]]
-                    place = old.index(newest.blocks[storage.content])
-                    storages.append(Storage(place, storage.offset, storage.size_bytes))
-                    checksums.append(newest.manifest.checksums[kept[index]])
-                elif fresh is None or not plan.size_bytes:
+                if not plan.size_bytes:
                     storages.append(Storage(0, 0, 0))
                     checksums.append(0)
+                elif index in kept:
+                    assert newest is not None
+                    storage = newest.manifest.layout.storages[kept[index]]
+                    storages.append(Storage(shared.index(storage.content), storage.offset, storage.size_bytes))
+                    checksums.append(newest.manifest.checksums[kept[index]])
                 else:
+                    assert fresh is not None
                     view = fresh.view[offsets[index] : offsets[index] + plan.size_bytes]
-                    storages.append(Storage(len(old), offsets[index], plan.size_bytes))
+                    storages.append(Storage(len(shared), offsets[index], plan.size_bytes))
                     checksums.append(plan.fill(view))
             if newest is not None and kept:
                 places = _with_places_of(newest.manifest.layout, places, kept)
@@ -195,14 +199,6 @@ class Publication:
             plans = plan_storages(leaves.tensors, dtype)
             self._planned = (signature, plans, _places(leaves, plans))
         return self._planned[1], self._planned[2]
-
-    def _content(self, newest: PublishedVersion | None, block: Block) -> Content:
-        assert newest is not None
-        return newest.manifest.contents[newest.blocks.index(block)]
-
-
-def _contents(newest: PublishedVersion, kept: Mapping[int, int]) -> set[int]:
-    return {newest.manifest.layout.storages[index].content for index in kept.values()}
 
 
 def _unchanged(layout: Layout, plans: list[StoragePlan], leaves: Leaves, only: set[str]) -> dict[int, int]:

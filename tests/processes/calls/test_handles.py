@@ -101,7 +101,7 @@ def test_options_bound_a_call(ps: farcall.Worker) -> None:
 
 def test_a_wait_has_a_bound_and_the_call_goes_on(ps: farcall.Worker) -> None:
     future = ps.start(Gate.wait, "patience")
-    with pytest.raises(TimeoutError, match=r"w1 has not answered Gate.wait\(\) within 0.01 s; the call goes on"):
+    with pytest.raises(TimeoutError, match=r"w1 has not answered Gate.wait\(\) within 0.01 s; the call continues"):
         future.result(timeout=0.01)
     with pytest.raises(TimeoutError):
         future.wait(0)
