@@ -250,7 +250,7 @@ def _move_in(node: Runtime, tensor: torch.Tensor) -> str:
     storage = tensor.untyped_storage()
     # An array of numpy's holds the tensor, not its storage; torch marks the storage of one that has been asked for.
     if count is None or count(storage._cdata) > _ALONE or not storage.resizable():
-        return "other processes already share its memory: make the tensor with farcall.shared_empty"
+        return "a view, an array or another tensor shares its memory: make the tensor with farcall.shared_empty"
     moved = pool.empty(tensor.shape, tensor.dtype)
     if pool.find(moved.data_ptr(), moved.nbytes) is None:
         return "no more shared memory may be used"

@@ -112,7 +112,7 @@ class MemberEvents:
                 try:
                     callback(event)
                 except Exception:
-                    logger.exception("a callback failed when %s %s", event.worker.name, event.kind)
+                    logger.exception("a callback of on_member failed (%s: %s)", event.worker.name, event.kind)
 
     def drop(self) -> None:
         """The node ended first."""

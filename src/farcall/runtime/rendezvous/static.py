@@ -306,7 +306,7 @@ class StaticRendezvous:
         if holder != self._slot_text.encode():
             other = read_slot(holder).member.name
             raise BadRank(
-                f"rank {self._me.rank} was taken over by another process, {other!r} while this one was stopped"
+                f"rank {self._me.rank} was taken over by another process, {other!r}, while this one was stopped"
             )
         return True
 
