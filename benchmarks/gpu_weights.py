@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_weights.py [--gib 4] [--rounds 5]
 
-A remote tensor goes by CUDA IPC (a device map leads to its owner), a version through the host's shared memory. Each
-figure is the median of the rounds, in GiB/s, with the device's work done; "share of a copy" is what it is of the copy
-of the same bytes inside one process.
+A remote tensor goes by CUDA IPC (a device map leads to its owner), out of the owner's own memory; a version goes
+through the host's shared memory. Each figure is the median of the rounds, in GiB/s, with the device's work done; "share
+of a copy" is what it is of the copy of the same bytes inside one process.
 """
 
 from __future__ import annotations

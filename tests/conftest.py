@@ -48,7 +48,7 @@ def pytest_collection_finish() -> None:
 
 CHECKED_FOLDERS = {"processes", "faults"}
 # Threads that the test closed may still be on their last lines, and children may not be reaped yet.
-SETTLING_S = 30.0
+SETTLING_S = 60.0
 OUR_DESCRIPTORS = ("socket:", "pipe:", "anon_inode:", "/memfd:")
 
 

@@ -16,7 +16,6 @@ class FakeApi:
 
     def __init__(self, free_bytes: int = 1 << 40) -> None:
         self.free_bytes = free_bytes
-        self.has_host_memory = True
         self.memory: dict[int, torch.Tensor] = {}
         self.log: list[tuple[str, Any]] = []
         self.events = 0
@@ -29,10 +28,6 @@ class FakeApi:
             return None
         self.free_bytes -= size_bytes
         return torch.zeros(size_bytes, dtype=torch.uint8)
-
-    def allocate_host(self, size_bytes: int) -> torch.Tensor | None:
-        self.log.append(("allocate_host", size_bytes))
-        return self.allocate(-1, size_bytes) if self.has_host_memory else None
 
     def export(self, memory: torch.Tensor) -> Export:
         self.exports += 1
@@ -53,9 +48,7 @@ class FakeApi:
         memory[:size].view(source.dtype).view(source.shape).copy_(source)
         self.record(event)
 
-    def copy_out(
-        self, event: Any, memory: torch.Tensor, offset: int, size: int, target: torch.Tensor, device: int
-    ) -> None:
+    def copy_out(self, event: Any, memory: torch.Tensor, offset: int, size: int, target: torch.Tensor) -> None:
         self.wait(event, 0)
         target.view(-1).view(torch.uint8).copy_(memory[offset : offset + size])
         self.record(event)

@@ -16,7 +16,6 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from farcall.channel import pinned_memory
 from farcall.channel.device_runtime import runtime_for
 
 _C: Any = torch._C
@@ -56,14 +55,11 @@ class DeviceApi(Protocol):
     def allocate(self, device: int, size_bytes: int) -> torch.Tensor | None:
         """Uninitialised bytes; None: there is no memory left."""
 
-    def allocate_host(self, size_bytes: int) -> torch.Tensor | None:
-        """Bytes of the host that are exported and opened like a device's; None: there are none (`pinned_memory.py`)."""
-
     def export(self, memory: torch.Tensor) -> Export:
         """What another process opens ``memory`` with, once."""
 
     def open(self, export: Export, device: int) -> torch.Tensor:
-        """The bytes that another process exported, on ``device`` as this process numbers it, or on the host."""
+        """The bytes that another process exported, on ``device`` as this process numbers it."""
 
     def view(self, memory: torch.Tensor, offset: int, size: int, on_death: Callable[[], None]) -> torch.Tensor:
         """These bytes of what ``open`` gave, as a storage of its own, which keeps ``memory``.
@@ -77,13 +73,8 @@ class DeviceApi(Protocol):
         The copy waits for ``event``, which stands for it afterwards.
         """
 
-    def copy_out(
-        self, event: Any, memory: torch.Tensor, offset: int, size: int, target: torch.Tensor, device: int
-    ) -> None:
-        """Copy these bytes of what ``open`` gave into ``target``, contiguous and as large, on a stream of ``device``.
-
-        ``event`` as above.
-        """
+    def copy_out(self, event: Any, memory: torch.Tensor, offset: int, size: int, target: torch.Tensor) -> None:
+        """Copy these bytes of what ``open`` gave into ``target``, contiguous and as large. ``event`` as above."""
 
     def make_event(self, device: int) -> tuple[Any, bytes]:
         """An event that others can open, and its handle."""
@@ -134,18 +125,11 @@ class CudaApi:
         except torch.cuda.OutOfMemoryError:
             return None
 
-    def allocate_host(self, size_bytes: int) -> torch.Tensor | None:
-        return pinned_memory.allocate(size_bytes)
-
     def export(self, memory: torch.Tensor) -> Export:
-        if memory.is_cpu:
-            return pinned_memory.export(memory)
         storage: Any = memory.untyped_storage()
         return cast("Export", storage._share_cuda_())
 
     def open(self, export: Export, device: int) -> torch.Tensor:
-        if pinned_memory.is_export(export):
-            return pinned_memory.open_export(export)
         opened: Any = torch.UntypedStorage
         storage = opened._new_shared_cuda(device, *export[1:])
         return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device)).set_(storage)
@@ -163,11 +147,9 @@ class CudaApi:
         else:
             own.copy_behind(event.cuda_event, memory.data_ptr(), source.data_ptr(), size, stream.cuda_stream)
 
-    def copy_out(
-        self, event: Any, memory: torch.Tensor, offset: int, size: int, target: torch.Tensor, device: int
-    ) -> None:
-        stream = current_stream(device)
-        own = runtime_for(stream) if target.get_device() == device else None
+    def copy_out(self, event: Any, memory: torch.Tensor, offset: int, size: int, target: torch.Tensor) -> None:
+        stream = current_stream(memory.get_device())
+        own = runtime_for(stream) if target.get_device() == stream.device_index else None
         if own is None:
             stream.wait_event(event)
             target.view(-1).view(torch.uint8).copy_(memory[offset : offset + size], non_blocking=True)

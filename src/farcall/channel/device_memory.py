@@ -14,7 +14,6 @@ nothing waits on a host, and no device is synchronised.
     lent       the copy failed          free
     lent       the peer is gone         resting: its process may still look; free, with a new event, after a while
 
-A block is in memory of the device or, as whoever lends it decides, in pinned memory of the host (`pinned_memory.py`).
 Small blocks are powers of two carved from common segments; a large one has a segment of its own. ``limit_bytes`` bounds
 all segments; where it is reached ``lend`` says None, and the tensor goes another way. Thread-safe.
 """
@@ -31,8 +30,6 @@ from farcall.channel.device_api import DeviceApi, Export
 from farcall.errors import SerializationError
 
 SEGMENT_BYTES = 64 << 20
-HOST_SEGMENT_BYTES = 8 << 20
-"""Pinning takes 0.5 ms for each MiB, at both ends."""
 LARGE_BYTES = 8 << 20
 """Blocks above this size have a segment of their own."""
 SMALLEST_BYTES = 512
@@ -64,10 +61,9 @@ class PoolStats(NamedTuple):
 
 
 class _Segment:
-    __slots__ = ("carved", "device", "exports", "id", "idle_since", "live", "memory", "on_host", "size")
+    __slots__ = ("carved", "device", "exports", "id", "idle_since", "live", "memory", "size")
 
-    def __init__(self, segment_id: int, device: int, memory: torch.Tensor, on_host: bool) -> None:
-        self.on_host: bool = on_host
+    def __init__(self, segment_id: int, device: int, memory: torch.Tensor) -> None:
         self.id: int = segment_id
         self.device: int = device
         self.memory: torch.Tensor = memory
@@ -76,10 +72,6 @@ class _Segment:
         self.live: int = 0
         self.idle_since: float | None = None
         self.exports: dict[Hashable, Export] = {}
-
-
-_Kind = tuple[int, bool, int]
-"""Of a block: the device it is for, whether it is in the host's memory, its capacity."""
 
 
 class DeviceBlock:
@@ -109,24 +101,21 @@ class DevicePool:
         self._segment_bytes = segment_bytes
         self._lock = threading.Lock()
         self._segments: dict[int, _Segment] = {}
-        self._free: dict[_Kind, list[DeviceBlock]] = {}  # the warmest last
-        self._has_host_memory = True
+        self._free: dict[tuple[int, int], list[DeviceBlock]] = {}  # by device and capacity, the warmest last
         self._lent: dict[Hashable, dict[tuple[int, int], DeviceBlock]] = {}
         self._resting: list[tuple[float, DeviceBlock]] = []
         self._next_id = 1
         self._total_bytes = 0
         self._retired: list[tuple[int, list[Hashable]]] = []
 
-    def lend(
-        self, device: int, source: torch.Tensor, size: int, peer: Hashable, on_host: bool = False
-    ) -> DeviceTicket | None:
+    def lend(self, device: int, source: torch.Tensor, size: int, peer: Hashable) -> DeviceTicket | None:
         """A copy of ``source`` (``size`` bytes), made on the current stream: it is the peer's until it releases it.
 
-        ``on_host``: rather in the host's memory. None: the limit is reached, or the device's memory.
+        None: the limit is reached, or the device's memory.
         """
-        kind = device, on_host and self._has_host_memory, _capacity(size)
+        capacity = _capacity(size)
         with self._lock:
-            block = self._take_free(kind) or self._carve(kind)
+            block = self._take_free(device, capacity) or self._carve(device, capacity)
             if block is None:
                 return None
             segment = block.segment
@@ -197,35 +186,33 @@ class DevicePool:
         """The bytes that are held now."""
         with self._lock:
             lent = sum(block.capacity for blocks in self._lent.values() for block in blocks.values())
-            idle = sum(capacity * len(blocks) for (_, _, capacity), blocks in self._free.items())
+            idle = sum(capacity * len(blocks) for (_, capacity), blocks in self._free.items())
             return PoolStats(self._total_bytes, lent, idle)
 
     # ------------------------------------------------------------------ with the lock held
 
-    def _take_free(self, kind: _Kind) -> DeviceBlock | None:
-        blocks = self._free.get(kind)
+    def _take_free(self, device: int, capacity: int) -> DeviceBlock | None:
+        blocks = self._free.get((device, capacity))
         if blocks:
             return blocks.pop()
-        device, on_host, capacity = kind
         if capacity <= LARGE_BYTES:
             return None
         fitting = [
             known
-            for known, blocks in self._free.items()
-            if blocks and known[:2] == (device, on_host) and capacity <= known[2] <= capacity * NEAR_FIT
+            for (known_device, known), blocks in self._free.items()
+            if blocks and known_device == device and capacity <= known <= capacity * NEAR_FIT
         ]
-        return self._free[min(fitting)].pop() if fitting else None
+        return self._free[device, min(fitting)].pop() if fitting else None
 
-    def _carve(self, kind: _Kind) -> DeviceBlock | None:
-        device, on_host, capacity = kind
+    def _carve(self, device: int, capacity: int) -> DeviceBlock | None:
         segment = None
         if capacity <= LARGE_BYTES:
             for known in self._segments.values():
-                if (known.device, known.on_host) == (device, on_host) and known.carved + capacity <= known.size:
+                if known.device == device and known.carved + capacity <= known.size and known.size != known.carved:
                     segment = known
                     break
         if segment is None:
-            segment = self._grow(device, on_host, capacity if capacity > LARGE_BYTES else self._segment_bytes)
+            segment = self._grow(device, capacity if capacity > LARGE_BYTES else self._segment_bytes)
             if segment is None:
                 return None
         event, handle = self._api.make_event(device)
@@ -233,19 +220,17 @@ class DevicePool:
         segment.carved += capacity
         return block
 
-    def _grow(self, device: int, on_host: bool, size: int) -> _Segment | None:
-        size = HOST_SEGMENT_BYTES if on_host else size
+    def _grow(self, device: int, size: int) -> _Segment | None:
         if self._total_bytes + size > self._limit_bytes:
             for segment in list(self._segments.values()):
                 if not segment.live:
                     self._retire(segment)
         if self._total_bytes + size > self._limit_bytes:
             return None
-        memory = self._api.allocate_host(size) if on_host else self._api.allocate(device, size)
+        memory = self._api.allocate(device, size)
         if memory is None:
-            self._has_host_memory = self._has_host_memory and not on_host
             return None
-        segment = self._segments[self._next_id] = _Segment(self._next_id, device, memory, on_host)
+        segment = self._segments[self._next_id] = _Segment(self._next_id, device, memory)
         self._next_id += 1
         self._total_bytes += size
         return segment
@@ -260,8 +245,7 @@ class DevicePool:
     def _put_back(self, block: DeviceBlock) -> None:
         block.segment.live -= 1
         if block.segment.id in self._segments:
-            kind = block.device, block.segment.on_host, block.capacity
-            self._free.setdefault(kind, []).append(block)
+            self._free.setdefault((block.device, block.capacity), []).append(block)
 
 
 def _capacity(size: int) -> int:
@@ -290,7 +274,7 @@ class DeviceSegments:
         """Copy the bytes of a ticket into ``copy``, which has their size; then the block may be released."""
         device = self.devices[ticket.device]
         memory, event = self._open(ticket, device)
-        self._api.copy_out(event, memory, ticket.offset, ticket.size, copy, device)
+        self._api.copy_out(event, memory, ticket.offset, ticket.size, copy)
 
     def opened(self, ticket: DeviceTicket) -> torch.Tensor:
         """The whole segment of a ticket, whose bytes are there for what is put onto the current stream from now on.

@@ -34,7 +34,6 @@ import torch
 _C: Any = torch._C
 _NOT_READY = 600
 _ANY_TO_ANY = 4
-_PORTABLE = 1
 
 
 class DeviceRuntime:
@@ -45,10 +44,6 @@ class DeviceRuntime:
         self._keeping = _submissions(library, prefix)
         self._letting_go = _submissions(letting_go, prefix)
         self._copy = self._keeping[1]
-        self._pin = letting_go[f"{prefix}HostRegister"]
-        self._pin.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
-        self._unpin = letting_go[f"{prefix}HostUnregister"]
-        self._unpin.argtypes = (ctypes.c_void_p,)
         self._query = library[f"{prefix}StreamQuery"]
         self._query.argtypes = (ctypes.c_void_p,)
         self._forget_error = library[f"{prefix}GetLastError"]
@@ -67,17 +62,6 @@ class DeviceRuntime:
         code = wait(stream, event, 0) or copy(target, source, size, _ANY_TO_ANY, stream) or record(event, stream)
         if code:
             self._fail("copy", code)
-
-    def pin(self, address: int, size: int) -> None:
-        """Have every device of the process copy from and to this memory of the host without a detour."""
-        code = self._pin(address, size, _PORTABLE)
-        if code:
-            self._fail(f"pin {size} bytes", code)
-
-    def unpin(self, address: int) -> None:
-        """This memory is about to go."""
-        if self._unpin(address):
-            self._forget_error()
 
     def is_done(self, stream: int) -> bool:
         """Is all done that was put onto the stream?"""
@@ -106,12 +90,11 @@ def _submissions(library: ctypes.CDLL, prefix: str) -> tuple[Any, Any, Any]:
 def runtime_for(stream: torch.cuda.Stream) -> DeviceRuntime | None:
     """What may be used with ``stream`` on this thread; None: nothing."""
     # To the library the default stream is that of whichever device the thread is on.
-    return loaded_runtime() if _C._cuda_getDevice() == stream.device_index else None
+    return _loaded() if _C._cuda_getDevice() == stream.device_index else None
 
 
 @cache
-def loaded_runtime() -> DeviceRuntime | None:
-    """What torch has loaded; None: it is not found."""
+def _loaded() -> DeviceRuntime | None:
     if torch.version.hip is not None:
         name, prefix = "libamdhip64.so", "hip"
     elif torch.version.cuda is not None:

@@ -12,7 +12,8 @@ their connections. Deadlines go by the ``now`` that is passed in. Must not know 
 
 STEPS below is the transition table: the outcome of an attempt and the goal name the next step. Three of its cells
 decide deaths. *Nobody listens* within the host is certain at once, since the kernel speaks; so the end that was dialled
-knocks there before it leaves the other a moment to dial. A *refused* TCP port is
+knocks there before it leaves the other a moment to dial, and the end that dials knocks where it was accepted and got no
+answer: the listener of a process that ends may be the last of it to go. A *refused* TCP port is
 believed the second time in a row, 50 ms later: its host answers, and a process that is being restarted in place gets
 those. *No answer* ends nothing by itself: the dial goes on until its time is up, and longer while the peer is a member
 (``Due.is_member``): whether it is dead is decided among the members, and only where its host does not answer.
@@ -48,7 +49,7 @@ __all__ = [
 REFUSED_PAUSE_S = 0.05
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
-KNOCK_PAUSES_S = (0.002, 0.008)
+KNOCK_PAUSES_S = (0.0005, 0.002, 0.008)
 """A process that ends closes its descriptors one after the other, and perhaps its listener last."""
 
 
@@ -159,12 +160,15 @@ class Dial:
         now: float,
         backoff: Backoff,
         pauses_first: bool = False,
-        knocks_first: bool = False,
+        within_host: bool = False,
     ) -> None:
-        """``until``: when to stop; ``backoff`` outlives this dial where one trouble leads to several."""
+        """``until``: when to stop; ``backoff`` outlives this dial where one trouble leads to several.
+
+        ``within_host``: who dials can knock.
+        """
         self.goal: Goal = goal
-        self._knock_pauses_s = [*reversed(KNOCK_PAUSES_S)] if knocks_first else []
-        self._knocks = knocks_first
+        self._knock_pauses_s = [*reversed(KNOCK_PAUSES_S)] if within_host else []
+        self._knocks = within_host and goal is Goal.REMIND
         self._until = until
         self._backoff = backoff
         self._refusals = 0
@@ -172,7 +176,7 @@ class Dial:
         # Both name a reason in the end, however late the turn of this member comes.
         self._must_try = goal in (Goal.START, Goal.JOIN)
         self._next: float | None = now
-        if pauses_first and not knocks_first:
+        if pauses_first and not self._knocks:
             self._pause(backoff.next_s(), now)
 
     def next_deadline(self) -> float | None:
@@ -194,7 +198,7 @@ class Dial:
                 if self._refusals > 1:
                     outcome = Outcome.REFUSED_AGAIN
                 step = STEPS[outcome][self.goal]
-                if outcome is Outcome.LISTENS and self._knock_pauses_s:
+                if outcome in (Outcome.LISTENS, Outcome.SILENT) and self._knock_pauses_s:
                     self._knocks = True
                     self._pause(self._knock_pauses_s.pop(), now)
                 elif step is Step.AGAIN:
@@ -267,6 +271,5 @@ class Bond:
     def redial(self, now: float, reconnect_s: float, *, within_host: bool = False) -> Dial:
         """The dial that repairs the loss of a connection, perhaps one ``within_host``."""
         goal = Goal.RESUME if self.dialled else Goal.REMIND
-        knocks = within_host and not self.dialled
         until = self.lost_at + reconnect_s
-        return Dial(goal, until=until, now=now, backoff=self.backoff, pauses_first=True, knocks_first=knocks)
+        return Dial(goal, until=until, now=now, backoff=self.backoff, pauses_first=True, within_host=within_host)

@@ -228,7 +228,7 @@ class DeviceTried(_Control, frozen=True, tag=81):
 
     device: int  # as the sender numbers it
     name: str  # the same in all processes of a host
-    opener: bytes  # pickled: what opens a piece of memory, an event, and a piece of the host's memory or None
+    opener: bytes  # pickled: what opens a piece of memory, and an event
 
 
 class DeviceOpened(_Control, frozen=True, tag=82):
@@ -236,7 +236,6 @@ class DeviceOpened(_Control, frozen=True, tag=82):
 
     device: int
     why_not: str
-    sharing_host: int = -1  # where it opened the host's memory, too: how it numbers that device
 
 
 class DeviceBlocksReleased(_Control, frozen=True, tag=83):

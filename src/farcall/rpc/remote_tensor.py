@@ -6,6 +6,8 @@ one, it travels where references travel, and it is lost with its owner.
     the reader is            the tensor is       bytes move by
     the owner itself         anywhere            one copy
     on the owner's host      in shared memory    one copy, out of mapped memory: the owner does nothing
+    on the owner's host,     on a device         one copy on the device, from 1 MiB, out of memory that it has opened;
+    with a device map                            the owner says what must be done first (`settle`)
     anywhere else            anywhere            a call of `read` or `write`, which its owner answers; of a device's
                                                  memory, as a device map says, and else through the host's
 
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 
+from farcall.channel.device_api import DeviceApi, current_stream
 from farcall.errors import Delivery, ReferenceLost, RpcError
 from farcall.ids import WorkerInfo
 from farcall.rpc.call import UNSET_TIMEOUT, encode_request
@@ -42,6 +45,8 @@ Region = tuple[tuple[int, int, int], ...]
 
 _ALONE = 2
 """How many hold a storage that one tensor has: the tensor, and whoever asks."""
+_WORTH_OPENING_BYTES = 1 << 20
+"""Less is quicker by value: whoever reads the owner's memory waits for the copy, since the owner may write next."""
 _MOST_OFFERS = 4
 """How often a reader asks for memory that it has not mapped yet before it has the bytes sent instead."""
 
@@ -69,16 +74,32 @@ def part_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 class SharedTensor:
     """A tensor at its owner, and what others may do with it."""
 
-    __slots__ = ("tensor", "writable")
+    __slots__ = ("settled", "tensor", "writable")
 
     def __init__(self, tensor: torch.Tensor, writable: bool) -> None:
         self.tensor: torch.Tensor = tensor.detach()
         self.writable: bool = writable
+        self.settled: Any = None
+        """On a device: the event that readers wait for. It stands for what calls have done to the tensor."""
 
     def write(self, region: Region, source: torch.Tensor) -> None:
         """Copy ``source`` into a part of the tensor."""
         with torch.no_grad():
             part_of(self.tensor, region).copy_(source)
+
+
+class _OpenedMemory:
+    """The memory of an owner's tensor on a device, as its reader sees it; closed when the owner leaves."""
+
+    __slots__ = ("__weakref__", "device", "event", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, device: int, event: Any) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.device = device
+        self.event = event
+
+    def close(self) -> None:
+        self.tensor = None
 
 
 class RemoteTensor:
@@ -88,7 +109,7 @@ class RemoteTensor:
     anybody holds one. Every use raises `ReferenceLost`, with the owner's name, once the owner is gone.
     """
 
-    __slots__ = ("_mappable", "_mapped", "_rref", "dtype", "shape", "writable")
+    __slots__ = ("_mappable", "_mapped", "_opened", "_rref", "dtype", "shape", "writable")
 
     def __init__(
         self, rref: RRef[SharedTensor], shape: Sequence[int], *, dtype: torch.dtype, writable: bool, mappable: bool
@@ -96,6 +117,7 @@ class RemoteTensor:
         """For `share`, and for the workers that a `RemoteTensor` is sent to."""
         self._rref = rref
         self._mapped: torch.Tensor | None = None
+        self._opened: _OpenedMemory | None = None
         self._mappable = mappable
         self.shape: torch.Size = torch.Size(shape)
         """The shape of the owner's tensor."""
@@ -142,6 +164,9 @@ class RemoteTensor:
             if memory is not None:
                 target.copy_(part_of(memory, region))
                 self._check_owner()  # memory that a dead owner left behind is not its tensor
+            elif (opened := self._open(target, timeout)) is not None:
+                target.copy_(part_of(opened, region), non_blocking=True)
+                self._finish()
             else:
                 target.copy_(self._ask(read, (region,), timeout))
         return target
@@ -160,6 +185,10 @@ class RemoteTensor:
             with torch.no_grad():
                 part_of(memory, region).copy_(source)
             self._check_owner()
+        elif (opened := self._open(source, timeout)) is not None:
+            with torch.no_grad():
+                part_of(opened, region).copy_(source, non_blocking=True)
+            self._finish()
         else:
             peer = self._rref._references.peer(self._rref._fork)
             self._ask(write, (region, _sendable(source.detach().to(self.dtype), peer)), timeout)
@@ -187,6 +216,49 @@ class RemoteTensor:
                 self._mappable = False
                 break
         return None
+
+    def _open(self, local: torch.Tensor, timeout: float | None) -> torch.Tensor | None:
+        """The owner's tensor on a device, to be copied from or to ``local`` on the current stream; None: by value."""
+        if not local.is_cuda or local.nbytes < _WORTH_OPENING_BYTES:
+            return None
+        peer = self._rref._references.peer(self._rref._fork)
+        node = current_runtime()
+        if peer.devices is None or node.devices is None:
+            return None
+        opened = self._opened
+        if opened is None or opened.tensor is None:
+            opened = self._opened = self._open_first(peer, node.devices.api, timeout)
+            if opened is None:
+                return None
+        elif not self._ask(settle, (), timeout):
+            return None
+        node.devices.api.wait(opened.event, opened.device)
+        return opened.tensor
+
+    def _open_first(self, peer: Peer, api: DeviceApi, timeout: float | None) -> _OpenedMemory | None:
+        lent: tuple[Any, ...] | None = self._ask(lend_memory, (), timeout)
+        if lent is None:
+            return None
+        number, export, offset, handle = lent
+        device = peer.devices.here(number)
+        if device is None:
+            return None
+        try:
+            storage = api.open(export, device).untyped_storage()
+            tensor = torch.empty(0, dtype=self.dtype, device=torch.device("cuda", device))
+            tensor.set_(storage, offset, self.shape, torch.empty(self.shape, device="meta").stride())
+            opened = _OpenedMemory(tensor, device, api.open_event(handle, device))
+        except Exception as error:  # of the driver's, which has many
+            logger.info("memory of %s is not opened, its tensors come by value: %s", peer.info.name, error)
+            return None
+        peer.devices.borrowers.add(opened)
+        return opened
+
+    def _finish(self) -> None:
+        """Wait for the copy: the owner may write to its tensor, or let it go, once this worker goes on."""
+        assert self._opened is not None
+        current_stream(self._opened.device).synchronize()
+        self._check_owner()
 
     def _check_owner(self) -> None:
         if not self._rref.is_owner():
@@ -229,7 +301,8 @@ def share(tensor: torch.Tensor, writable: bool = False) -> RemoteTensor:
     why_not = _move_in(node, tensor)
     if why_not:
         logger.debug("%s shares a tensor of %d bytes that nobody can map: %s", node.info.name, tensor.nbytes, why_not)
-    for function in (lend, read, write):  # known to be quick: they need no worker thread, however busy those are
+    # Known to be quick: they need no worker thread, however busy those are.
+    for function in (lend, lend_memory, settle, read, write):
         node.server.inline.quick.add(functions.encode_function(function) or b"")
     rref = RRef(SharedTensor(tensor, writable))
     return RemoteTensor(rref, tensor.shape, dtype=tensor.dtype, writable=writable, mappable=not why_not)
@@ -250,7 +323,7 @@ def _move_in(node: Runtime, tensor: torch.Tensor) -> str:
     storage = tensor.untyped_storage()
     # An array of numpy's holds the tensor, not its storage; torch marks the storage of one that has been asked for.
     if count is None or count(storage._cdata) > _ALONE or not storage.resizable():
-        return "other processes already share its memory: make the tensor with farcall.shared_empty"
+        return "a view, an array or another tensor shares its memory: make the tensor with farcall.shared_empty"
     moved = pool.empty(tensor.shape, tensor.dtype)
     if pool.find(moved.data_ptr(), moved.nbytes) is None:
         return "no more shared memory may be used"
@@ -291,6 +364,34 @@ def lend(created_on: int, local_id: int) -> torch.Tensor | bool:
     if found is None:
         return False
     return tensor.view(-1) if peer.lending.reaches(found[0]) else peer.lending.is_wanted
+
+
+def lend_memory(created_on: int, local_id: int) -> tuple[Any, ...] | None:
+    """What opens the memory of a tensor on a device, and its event; None: it is sent by value, at least this time."""
+    shared, devices = _find(created_on, local_id), current_runtime().devices
+    tensor, peer = shared.tensor, _caller()
+    if devices is None or not tensor.is_cuda or peer.devices is None or not peer.devices.shares(tensor.get_device()):
+        return None
+    device = tensor.get_device()
+    try:
+        export = devices.api.export(tensor)
+        if shared.settled is None:
+            shared.settled = devices.api.make_event(device)
+    except Exception as error:  # memory that the driver cannot share: of another allocator, say
+        logger.info("a tensor on cuda:%d is shared by value: %s", device, error)
+        return None
+    event, handle = shared.settled
+    event.record(current_stream(device))
+    return device, export, int(tensor.storage_offset()), handle
+
+
+def settle(created_on: int, local_id: int) -> bool:
+    """Have the event of a tensor on a device stand for what calls have done to it so far."""
+    shared = _find(created_on, local_id)
+    if shared.settled is None:
+        return False
+    shared.settled[0].record(current_stream(shared.tensor.get_device()))
+    return True
 
 
 def read(created_on: int, local_id: int, region: Region) -> torch.Tensor:

@@ -8,15 +8,7 @@ import pytest
 import torch
 from tests.kit.fake_device import FakeApi
 
-from farcall.channel.device_memory import (
-    HOST_SEGMENT_BYTES,
-    IDLE_S,
-    LARGE_BYTES,
-    REST_S,
-    DevicePool,
-    DeviceSegments,
-    DeviceTicket,
-)
+from farcall.channel.device_memory import IDLE_S, LARGE_BYTES, REST_S, DevicePool, DeviceSegments, DeviceTicket
 from farcall.errors import SerializationError
 
 MEBIBYTE = 1 << 20
@@ -173,26 +165,3 @@ def test_memory_beyond_a_segment_is_not_touched(api: FakeApi, pool: DevicePool, 
         segments.copy_out(ticket, torch.empty(ticket.size, dtype=torch.uint8))
     with pytest.raises(SerializationError, match="does not have"):
         segments.opened(ticket)
-
-
-def lent_on_host(pool: DevicePool, size: int = 1000) -> DeviceTicket:
-    ticket = pool.lend(0, torch.ones(size, dtype=torch.uint8), size, "b", on_host=True)
-    assert ticket is not None
-    return ticket
-
-
-def test_blocks_of_the_host_and_of_the_device_are_never_one_anothers(api: FakeApi, pool: DevicePool) -> None:
-    on_device, on_host = send(pool, bytes(1000)), lent_on_host(pool)
-    assert on_device.segment_id != on_host.segment_id
-    assert api.log[-3:] == [("allocate_host", HOST_SEGMENT_BYTES), ("wait", 2), ("record", 2)]
-    pool.release([place(on_device), place(on_host)], "b")
-    assert place(lent_on_host(pool)) == place(on_host)
-    assert place(send(pool, bytes(1000))) == place(on_device)
-
-
-def test_where_the_host_has_no_such_memory_it_is_asked_once(api: FakeApi, pool: DevicePool) -> None:
-    api.has_host_memory = False
-    assert pool.lend(0, torch.ones(1000), 4000, "b", on_host=True) is None, "this one goes another way"
-    assert lent_on_host(pool).size == 1000
-    assert lent_on_host(pool).size == 1000
-    assert [what for what, _ in api.log].count("allocate_host") == 1

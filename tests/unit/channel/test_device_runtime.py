@@ -82,7 +82,7 @@ def test_errors_are_raised_and_do_not_stay(what: str) -> None:
 def test_without_the_library_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "0.0")
     monkeypatch.setattr(torch.version, "hip", None)
-    assert device_runtime.loaded_runtime.__wrapped__() is None
+    assert device_runtime._loaded.__wrapped__() is None
 
 
 def test_it_is_used_only_on_the_streams_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_it_is_used_only_on_the_streams_device(monkeypatch: pytest.MonkeyPatch) 
     inner = Inner()
     own = object()
     monkeypatch.setattr(device_runtime, "_C", inner)
-    monkeypatch.setattr(device_runtime, "loaded_runtime", lambda: own)
+    monkeypatch.setattr(device_runtime, "_loaded", lambda: own)
     assert device_runtime.runtime_for(Stream()) is own  # type: ignore[arg-type]
     inner.device = 0
     assert device_runtime.runtime_for(Stream()) is None  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import pytest
 from farcall.protocol.backoff import Backoff
 from farcall.protocol.connector import (
     ANSWERS,
+    KNOCK_PAUSES_S,
     REFUSED_PAUSE_S,
     STEPS,
     Answer,
@@ -140,7 +141,7 @@ def test_the_end_that_was_dialled_within_the_host_knocks_before_it_waits() -> No
     mine.lose(1, 10.0, 60.0)
     machine = mine.redial(10.0, 60.0, within_host=True)
     assert machine.next_deadline() == 10.0
-    for pause_s in (0.002, 0.008, 0.05):
+    for pause_s in (*KNOCK_PAUSES_S, 0.05):
         (begun,) = machine.handle(Due(), 10.0)
         assert isinstance(begun, Attempt)
         assert begun.knocks
@@ -150,7 +151,27 @@ def test_the_end_that_was_dialled_within_the_host_knocks_before_it_waits() -> No
     gone = mine.redial(10.0, 60.0, within_host=True)
     gone.handle(Due(), 10.0)
     assert gone.handle(Tried(Outcome.NOBODY, "gone"), 10.0) == [Ended(Step.VANISHED, "gone")]
-    assert bond(dialled=True).redial(10.0, 60.0, within_host=True).handle(Due(), 10.0) != [Attempt(60.0, knocks=True)]
+
+
+def test_the_end_that_dials_within_the_host_knocks_where_it_got_no_answer() -> None:
+    """A process that ends may accept a connection, and be gone a moment later."""
+    mine = bond(dialled=True)
+    mine.lose(1, 10.0, 60.0)
+    machine = mine.redial(10.0, 60.0, within_host=True)
+    assert machine.handle(Due(), 10.0) == [Attempt(60.0, knocks=False)]
+    assert machine.handle(Tried(Outcome.SILENT), 10.0) == []
+    assert machine.next_deadline() == pytest.approx(10.0 + KNOCK_PAUSES_S[0])
+    (knock,) = machine.handle(Due(), 10.001)
+    assert isinstance(knock, Attempt)
+    assert knock.knocks
+    assert machine.handle(Tried(Outcome.NOBODY, "gone"), 10.001) == [Ended(Step.VANISHED, "gone")]
+    living = mine.redial(10.0, 60.0, within_host=True)
+    living.handle(Due(), 10.0)
+    for _ in KNOCK_PAUSES_S:
+        living.handle(Tried(Outcome.SILENT), 10.0)
+        living.handle(Due(), 10.0)
+    living.handle(Tried(Outcome.LISTENS), 10.0)
+    assert living.handle(Due(), 10.05) == [Attempt(pytest.approx(59.95), knocks=False)]
 
 
 def test_a_connection_over_which_nothing_came_is_the_same_trouble() -> None:

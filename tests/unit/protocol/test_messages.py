@@ -64,7 +64,6 @@ EXAMPLES = [
     messages.DevicesMapped(pairs=[("cuda:0", "cuda:1")], automatic=False),
     messages.DeviceTried(device=0, name="GPU-1", opener=b"x"),
     messages.DeviceOpened(device=0, why_not="it is elsewhere"),
-    messages.DeviceOpened(device=0, why_not="", sharing_host=1),
     messages.DeviceBlocksReleased(blocks=[(1, 0), (2, 1 << 33)]),
     messages.DeviceSegmentRetired(segment_id=7),
     references.Register([FORK]),

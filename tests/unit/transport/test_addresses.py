@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from tests.kit.ports import held_port
 from tests.kit.times import LONG_S
+from tests.kit.waiting import wait_until
 
 from farcall.transport import unix
 from farcall.transport.address import dial, listen
@@ -116,6 +117,7 @@ def test_a_name_service_that_does_not_answer_costs_no_more_than_the_dial(monkeyp
         for _ in range(3):
             with pytest.raises(DialFailed, match=r"'slow.example'.*no name service answered within 0.01 s"):
                 dial(address, 0.01)
+        wait_until(lambda: asked)
         assert asked == ["slow.example"]  # each further thread would hang, too
         answers.set()
         dial(address, PATIENCE_S).close()

@@ -11,6 +11,8 @@ Thread rules
   unless calls are to be refused instead. The call is not in the table yet, but it counts as under way.
 - A thread about to wait first stops being a reader (`stop_reading`) and, if it runs a user function, stops counting as
   a busy worker (`Executor.park`); then it reads the link itself if nobody else does.
+
+Over 400 lines: a call at its caller, from its request to its end, passes through this one file.
 """
 
 from __future__ import annotations

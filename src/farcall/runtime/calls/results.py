@@ -1,4 +1,4 @@
-"""What a function may return, or raise, in the place of its answer.
+"""What a function may return, or raise, in the place of its answer; and the request that is taken up again then.
 
 plain value                            the answer
 future, from an async_execution func   the answer is its value
@@ -12,9 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import CoroutineType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from farcall.protocol.frames import Frame
+from farcall.runtime.calls.executor import UNKNOWN_S
+from farcall.runtime.calls.run_inline import QUICK_S
+from farcall.runtime.calls.scope import CURRENT
+from farcall.serialize import RECORDING
+
+if TYPE_CHECKING:
+    from farcall.runtime.calls.serving import Request
 
 ASYNC_MARK = "_wrapped_async_rpc_function"
 """The attribute by which `async_execution` marks a function."""
@@ -61,3 +68,38 @@ def answers_later(func: Callable[..., Any], result: Any) -> bool:
 def is_async_execution(func: Callable[..., Any]) -> bool:
     """Did `async_execution` mark ``func``, or what it is a partial of?"""
     return hasattr(func, ASYNC_MARK) or (type(func) is partial and is_async_execution(func.func))
+
+
+class Resumption:
+    """A request that can be answered now; a task of the executor."""
+
+    __slots__ = ("_finish", "_request")
+
+    expected_s = UNKNOWN_S
+
+    def __init__(self, request: Request, finish: Callable[[], Any]) -> None:
+        self._request = request
+        self._finish = finish
+
+    def run(self, more: bool) -> None:
+        request = self._request
+        recording = request.frame.recording
+        outside = None if recording is None else recording.enter()
+        outer = CURRENT.set(request)
+        try:
+            profile = request.profile
+            outcome = [self._finish() if profile is None else profile.run(self._finish)]
+            if answers_later(self._finish, outcome[0]):
+                request._answer_later(self._finish, outcome[0])
+                return
+        except BaseException as error:
+            request._fail(error)
+            return
+        finally:
+            if recording is not None:
+                RECORDING.set(outside)
+            CURRENT.reset(outer)
+        request.answer(outcome, more and request.expected_s < QUICK_S)
+
+    def drop(self) -> None:
+        self._request.drop()

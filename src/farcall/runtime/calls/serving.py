@@ -8,6 +8,8 @@ all others by workers. Answers of quick functions that run one after the other t
 
 A plain value is answered at once; a future when it completes, by the thread that completes it; a coroutine when it has
 ended on the node's event loop (`results.py`, `coroutines.py`).
+
+Over 400 lines: a call at its callee, from its frame to its answer, passes through this one file.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ from farcall.runtime.calls.results import (
     LATER,
     Later,
     MarkedResult,
+    Resumption,
     StoredFailure,
     answers_later,
 )
-from farcall.runtime.calls.resumption import Resumption
 from farcall.runtime.calls.run_inline import QUICK_S, InlineFunctions
 from farcall.runtime.calls.scope import CURRENT, NOTHING, Dependents
 from farcall.runtime.devices.streams import StreamCoroutine, StreamPool, StreamTask

@@ -9,15 +9,10 @@ The way to a peer, for each device of ours:
     tried     DeviceOpened       -> shared: tensors are lent, from a pool that the peer has opened
     tried     ... with a reason  -> host: through pinned buffers, for good; logged once
 
-Processes that take turns on a device pay for it (`channel/pinned_memory.py`). Hence, between two on one device:
-
-    up to SMALL_BYTES      through the host, inside the message: the host waits for the stream. So it is done for
-                           answers, which nobody could use earlier, and for calls from a stream that has nothing to do:
-                           a caller never waits for its device
-    up to HOST_BYTES       lent in pinned memory of the host that both have opened; nobody waits
-    more                   lent in memory of the device
-
-Through the host also go: what the pool has no room for, and what is bound for the CPU.
+Through the host also go: what the pool has no room for, what is bound for the CPU, and what is small: processes that
+take turns on a device pay for it, see `channel/staging.py`. For that the host waits for the stream; so it is done for
+answers, which nobody could use earlier, and for calls from a stream that has nothing to do: a caller never waits for
+its device.
 
 What the peer lent is copied, and given back at once; or, by option, used where it is. Then it is given back after its
 death: once a worker has seen that all our streams are done with it (`settle_views`). For each link at most one worker
@@ -33,6 +28,7 @@ from __future__ import annotations
 import logging
 import pickle
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -43,7 +39,7 @@ from typing import Any, Protocol
 import torch
 
 from farcall.channel import staging
-from farcall.channel.device_api import DeviceApi, Export
+from farcall.channel.device_api import DeviceApi
 from farcall.channel.device_memory import DevicePool, DeviceSegments, DeviceTicket
 from farcall.errors import SerializationError
 from farcall.options import RpcBackendOptions
@@ -58,12 +54,7 @@ logger: logging.Logger = logging.getLogger("farcall")
 
 SMALL_BYTES = 64 * 1024
 """Up to this size a tensor goes through the host, but for calls from a busy stream."""
-HOST_LEAST_BYTES = 32 * 1024
-"""Smaller ones are no better off in the host's memory: uploads of less need the device's processors."""
-HOST_BYTES = (1 << 20) - 1
-"""Beyond it two copies over the bus take longer than one on the device and its share of a turn; and views begin."""
 TRIED_BYTES = 512
-TRIED_HOST_BYTES = 4096
 WORTH_RELEASING_BYTES = 1 << 20
 WORTH_RELEASING_BLOCKS = 32
 """So much is given back ahead of a message to the peer: for each one alone a message would be made, sent and read."""
@@ -73,10 +64,6 @@ VIEWED_BYTES = 1 << 20
 """What is smaller is copied even where views are wanted: it is not worth keeping somebody else's block."""
 RETRY_S = 10.0
 """So long dead views are left alone after the device has failed, which it mostly does for good."""
-
-
-_Tried = tuple[torch.Tensor, torch.Tensor | None]
-"""What the peer was asked to open: memory of the device, and of the host."""
 
 
 class LinksNode(Protocol):
@@ -90,6 +77,13 @@ class LinksNode(Protocol):
     run_later: Callable[[Callable[[], None]], None]
 
 
+class Borrower(Protocol):
+    """Somebody who has memory of a peer's device open."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
 class DeviceLink:
     """One peer's devices; see `serialize.PeerDevices`."""
 
@@ -101,8 +95,7 @@ class DeviceLink:
         self._back_automatic = False
         self._to = _as_devices(pairs)
         self._back: dict[torch.device, torch.device] = {}
-        self._ways: dict[int, bool | _Tried] = {}
-        self._sharing_host: dict[int, int] = {}  # devices of ours, as the peer numbers them, if it shares the host's
+        self._ways: dict[int, bool | torch.Tensor] = {}  # a tensor: tried with it
         self._segments = DeviceSegments(node.api)
         self._released: deque[tuple[int, int]] = deque()
         self._owed_bytes = 0  # of these; about: counted without a lock
@@ -110,6 +103,8 @@ class DeviceLink:
         self._settling = False  # set by the I/O thread, cleared by the task
         self._settle_from = 0.0
         self._logged = False
+        self.borrowers: weakref.WeakSet[Borrower] = weakref.WeakSet()
+        """Who has memory of the peer's open beside messages, and lets go of it when the peer ends."""
         self.bytes_sent: int = 0  # lent and taken, not through the host; about: counted without a lock
         self.bytes_received: int = 0
 
@@ -150,8 +145,7 @@ class DeviceLink:
             return None
         if size <= SMALL_BYTES and not (is_request and self._api.is_busy(device)):
             return None
-        on_host = HOST_LEAST_BYTES <= size <= HOST_BYTES and self._sharing_host.get(device) == target.index
-        ticket = self._node.pool.lend(device, source, size, self._peer, on_host)
+        ticket = self._node.pool.lend(device, source, size, self._peer)
         if ticket is not None:
             self.bytes_sent += size
         return ticket
@@ -189,6 +183,19 @@ class DeviceLink:
 
     def to_device(self, source: memoryview, target: torch.device) -> torch.Tensor:
         return staging.to_device(source, target, target.index in self._segments.devices.values())
+
+    # ------------------------------------------------------------------ memory that is no message's
+
+    def shares(self, device: int) -> bool:
+        """Can the peer open memory of this device of ours? If that was never tried, it is now, and the answer is no."""
+        way = self._ways.get(device)
+        if way is None:
+            self._try(device)
+        return way is True
+
+    def here(self, device: int) -> int | None:
+        """How we number that device of the peer's, whose memory we can open; None: we cannot."""
+        return self._segments.devices.get(device)
 
     # ------------------------------------------------------------------ releases
 
@@ -266,11 +273,13 @@ class DeviceLink:
     def forget_segments(self) -> None:
         """All work everywhere is done: let the peer have its memory back before it ends."""
         self._segments.close()
+        for borrower in list(self.borrowers):
+            borrower.close()
 
     def close(self) -> None:
         """The peer is gone."""
         self._node.pool.release_all(self._peer, monotonic())
-        self._segments.close()
+        self.forget_segments()
 
     # ------------------------------------------------------------------ finding the way
 
@@ -283,12 +292,10 @@ class DeviceLink:
         memory = self._api.allocate(device, TRIED_BYTES)
         if memory is None:
             return  # to be tried again
-        host = self._api.allocate_host(TRIED_HOST_BYTES)
-        self._ways[device] = memory, host
+        self._ways[device] = memory
         try:
             _, handle = self._api.make_event(device)
-            exports = self._api.export(memory), handle, None if host is None else self._api.export(host)
-            opener = pickle.dumps(exports, 5)
+            opener = pickle.dumps((self._api.export(memory), handle), 5)
             name = self._api.name_of(device)
         except Exception as error:
             self._refused(device, f"{type(error).__name__}: {error}")
@@ -298,7 +305,6 @@ class DeviceLink:
     def on_tried(self, message: messages.DeviceTried) -> None:
         """The peer asks. On a worker: the first look at a device takes a moment."""
         why_not = ""
-        sharing_host = -1
         try:
             device = self._api.find(message.name)
             if not self._node.options.memory.device_sharing:
@@ -306,24 +312,14 @@ class DeviceLink:
             elif device is None:
                 why_not = "that device is not visible there"
             else:
-                export, handle, host = loads(message.opener)
+                export, handle = loads(message.opener)
                 self._api.open(export, device)
                 self._api.open_event(handle, device)
                 self._segments.devices[message.device] = device
-                if host is not None and self._opens_host(host, device):
-                    sharing_host = device
         except Exception as error:
             why_not = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         assert isinstance(self._peer, RemotePeer)
-        self._peer.control(messages.DeviceOpened(message.device, why_not, sharing_host))
-
-    def _opens_host(self, export: Export, device: int) -> bool:
-        try:
-            self._api.open(export, device)
-        except Exception as error:
-            logger.info("%s: no memory of the host is shared with %s: %s", self._node.name, self._peer.info.name, error)
-            return False
-        return True
+        self._peer.control(messages.DeviceOpened(message.device, why_not))
 
     def on_opened(self, message: messages.DeviceOpened) -> None:
         """The peer's answer."""
@@ -331,8 +327,6 @@ class DeviceLink:
             self._refused(message.device, message.why_not)
         else:
             logger.info("%s: device memory is shared with %s", self._node.name, self._peer.info.name)
-            if message.sharing_host >= 0:
-                self._sharing_host[message.device] = message.sharing_host
             self._ways[message.device] = True
 
     def _refused(self, device: int, why: str) -> None:

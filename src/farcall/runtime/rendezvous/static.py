@@ -71,6 +71,7 @@ _LOOKED_AT = 16  # generations, the last ones; those who gave up are among them
 _DEAD_S, _DEAD_BEATS = 2.5, 4  # a holder whose beat stands still for so long, and for so many beats, is gone
 _LOOK_S, _LOOK_PART = 5.0, 0.2  # how long members of a group that may be over are looked for, of the time there is
 _FAREWELL_S = 5.0  # how long rank 0 stays for those who have not read the outcome
+_LATE_S = 3.0  # how long it does so after its own time is up: on a busy machine the others may be slow to look
 
 
 def join(place: MeetingPlace, me: Member, options: RpcBackendOptions, over: str = "") -> Membership | Meeting:
@@ -85,7 +86,7 @@ def join(place: MeetingPlace, me: Member, options: RpcBackendOptions, over: str 
         meeting.cancelled = cancelled
         return meeting.run()
 
-    return in_bounded_time(meet, options.start_deadline_s, place.name)
+    return in_bounded_time(meet, options.start_deadline_s + _LATE_S, place.name)
 
 
 class StaticRendezvous:
@@ -391,7 +392,7 @@ class StaticRendezvous:
     def _stay_until(self, all_know: Callable[[], bool]) -> bool:
         """Rank 0, which may host the store: stay until the others have read the outcome, if they do."""
         pauses = self._pauses()
-        until = min(time.monotonic() + _FAREWELL_S, self._deadline + 1.0)
+        until = min(time.monotonic() + _FAREWELL_S, self._deadline + _LATE_S)
         while not all_know():
             if time.monotonic() >= until or self.cancelled.is_set():
                 return False

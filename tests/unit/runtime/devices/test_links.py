@@ -209,7 +209,7 @@ def test_small_blocks_wait_for_company_before_a_message_takes_them_along() -> No
 
 
 class Asked(RemotePeer):
-    """A peer whose node is in this process."""
+    """A peer that notes what it is told."""
 
     def __init__(self) -> None:
         Peer.__init__(self, WorkerInfo("other", 1), 1, 1)
@@ -219,30 +219,25 @@ class Asked(RemotePeer):
         self.told.append(message)
 
 
-@pytest.mark.parametrize(
-    ("opens_host", "numbered", "expected"), [(True, 0, "host"), (False, 0, "device"), (True, 1, "device")]
-)
-def test_medium_sizes_go_through_the_hosts_memory_between_processes_on_one_device(
-    monkeypatch: pytest.MonkeyPatch, opens_host: bool, numbered: int, expected: str
+@pytest.mark.parametrize(("visible", "is_shared"), [(True, True), (False, False)])
+def test_a_way_is_tried_first_and_then_used_or_not(
+    monkeypatch: pytest.MonkeyPatch, visible: bool, is_shared: bool
 ) -> None:
     pair = Pair(views=False)
-    for link in (pair.sender, pair.receiver):
-        link._peer = Asked()
-    monkeypatch.setattr(pair.api, "find", lambda name: numbered)
-    source = torch.zeros(1 << 20, dtype=torch.uint8)
+    asked, answering = Asked(), Asked()
+    pair.sender._peer, pair.receiver._peer = asked, answering
+    monkeypatch.setattr(pair.api, "find", lambda name: 3 if visible else None)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
-    assert pair.sender._lend(source, source.nbytes, DEVICE, True) is None, "it is tried first"
-    (tried,) = pair.sender._peer.told
-    if not opens_host:
-        del pair.api.memory[pair.api.exports]
+    source = torch.zeros(1 << 20, dtype=torch.uint8)
+    assert not pair.sender.shares(0)
+    assert pair.sender._lend(source, source.nbytes, DEVICE, True) is None, "meanwhile through the host"
+    (tried,) = asked.told
+    assert isinstance(tried, messages.DeviceTried)
+    pair.receiver._segments.devices.clear()
     pair.receiver.on_tried(tried)
-    (answer,) = pair.receiver._peer.told
-    assert answer.why_not == ""
-    assert answer.sharing_host == (numbered if opens_host else -1)
+    assert pair.receiver.here(0) == (3 if visible else None)
+    (answer,) = answering.told
+    assert isinstance(answer, messages.DeviceOpened)
     pair.sender.on_opened(answer)
-    kinds = []
-    for size in (device_links.SMALL_BYTES + 1, device_links.HOST_BYTES, device_links.HOST_BYTES + 1):
-        lent = pair.sender._lend(source[:size], size, DEVICE, True)
-        assert lent is not None
-        kinds.append("host" if pair.pool._segments[lent.segment_id].on_host else "device")
-    assert kinds == [expected, expected, "device"]
+    assert pair.sender.shares(0) is is_shared
+    assert (pair.sender._lend(source, source.nbytes, DEVICE, True) is not None) is is_shared
