@@ -455,6 +455,22 @@ def test_a_table_in_which_a_slot_changed_hands_is_put_up_and_confirmed_anew(stor
     assert [member.name for member in joined([first, start("w1", 1, 2, LONG_S)])[0].members] == ["w0", "w1"]
 
 
+def test_who_waits_writes_nothing_while_no_rank_is_contested(
+    store: Any, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a file each member reads all that any other has written."""
+    monkeypatch.setattr(meeting, "_BEAT_S", 0.01)
+    counted = Counted(store)
+    monkeypatch.setattr(meeting, "open_store", lambda place, *_: counted if place.rank == 0 else store)
+    first = start("w0", 0, 2, LONG_S)
+    wait_until(lambda: counted.questions["check contests"] > 5)
+    assert not counted.questions["add 0"]
+    with pytest.raises(BadRank):
+        join("w0again", 0, 2, RpcBackendOptions(0, PLACE, start_timeout_s=LONG_S), [])
+    assert counted.questions["add 0"]
+    joined([first, start("w1", 1, 2, LONG_S)])
+
+
 def test_in_a_crowd_only_rank_0_looks_at_all_slots(
     store: Any, start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
