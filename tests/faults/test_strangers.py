@@ -185,8 +185,8 @@ def test_wrong_secret_keeps_out_and_both_sides_say_why() -> None:
     assert waited[0] == dialled[0] == "WrongSecret"
     assert "w1" in waited[1]
     assert "w0" in dialled[1]
-    assert "same secret" in waited[1]
-    assert "same secret" in dialled[1]
+    assert "the same FARCALL_SECRET" in waited[1]
+    assert "the same FARCALL_SECRET" in dialled[1]
     assert "sesame" not in waited[1] + dialled[1]  # errors end up in logs
 
 

@@ -405,5 +405,5 @@ def test_barriers_go_on_with_one_that_left_and_came_back(again: str, url: str) -
 def test_a_gather_with_a_former_life_of_its_leader_is_told_so(url: str) -> None:
     with team(2, url) as nodes:
         group = (("w0", 1), ("w1", runtime_of(nodes[1]).me.incarnation))
-        with pytest.raises(PeerDead, match="anew"):
+        with pytest.raises(PeerDead, match="restarted"):
             nodes[1].rpc_sync("w0", _contribute, (group, 0, "w1", 1, BOUND_S))

@@ -33,6 +33,12 @@ def _console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=140)
 
 
+def _given_up(error: Exception) -> typer.Exit:
+    """What a command raises that cannot go on; an error is one line."""
+    Console(stderr=True).print(f"farcall: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    return typer.Exit(2)
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         # From the metadata: importing torch takes seconds.
@@ -118,8 +124,7 @@ def run(
         try:
             environment = {**os.environ, **told_by_launcher(os.environ)}
         except InitError as error:
-            Console(stderr=True).print(f"farcall: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-            raise typer.Exit(2) from None
+            raise _given_up(error) from None
         os.execve(sys.executable, [sys.executable, "-m", "farcall", *program], environment)
     from farcall.cli.run import run_cluster
     from farcall.launcher.engine import EngineError
@@ -127,8 +132,7 @@ def run(
     try:
         code = run_cluster(_console(), workers, program, restart, on=on, options=option or ())
     except (EngineError, ValueError, TypeError) as error:
-        Console(stderr=True).print(f"farcall: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+        raise _given_up(error) from None
     raise typer.Exit(code)
 
 
@@ -140,7 +144,7 @@ _Cluster = Annotated[str, typer.Option(help="A cluster on this host: the beginni
 
 @contextmanager
 def _observer(connect: str, cluster: str) -> Iterator[Observer]:
-    """The cluster to look at; an error is one line."""
+    """The cluster to look at."""
     from farcall.errors import RpcError
     from farcall.observe.observer import Observer
 
@@ -148,8 +152,7 @@ def _observer(connect: str, cluster: str) -> Iterator[Observer]:
         with Observer.connect_with_secret(connect) if connect else Observer.find(cluster) as observer:
             yield observer
     except (RpcError, ConnectionError, ValueError) as error:
-        Console(stderr=True).print(f"farcall: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+        raise _given_up(error) from None
 
 
 @app.command()

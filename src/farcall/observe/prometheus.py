@@ -43,11 +43,9 @@ class MetricsServer:
             return Answer(encode(registry), kind)
 
         try:
-            if tls is None or not tls.serves_web() or is_loopback(host):
-                self._server = WebServer("farcall-metrics", host, port, answer)
-            else:
-                protect = partial(tls.web, for_members=True)
-                self._server = WebServer("farcall-metrics", host, port, answer, protect=protect)
+            is_open = tls is None or not tls.serves_web() or is_loopback(host)
+            protect = None if tls is None or is_open else partial(tls.web, for_members=True)
+            self._server = WebServer("farcall-metrics", host, port, answer, protect=protect)
         except OSError as error:
             raise InitError(f"cannot serve metrics on {host}:{port} (option metrics_port): {error}") from error
         self._server.start()

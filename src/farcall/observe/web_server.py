@@ -46,19 +46,15 @@ class Answer(NamedTuple):
 Protect: TypeAlias = Callable[[socket.socket], socket.socket]
 
 
-def _as_it_is(stream: socket.socket) -> socket.socket:
-    return stream
-
-
 class WebServer:
     """One port, served from ``start`` to ``close``."""
 
     def __init__(
-        self, name: str, host: str, port: int, answer: Callable[[Request], Answer], *, protect: Protect = _as_it_is
+        self, name: str, host: str, port: int, answer: Callable[[Request], Answer], *, protect: Protect | None = None
     ) -> None:
         """``answer`` is called on threads of this server's. Raises ``OSError`` where the port cannot be had.
 
-        ``protect`` puts TLS over a connection; it must not wait.
+        ``protect`` puts TLS over a connection; it must not wait. None: connections stay as they are.
         """
         self._server = _Server((host, port), answer, protect)
         self.port: int = int(self._server.server_address[1])
@@ -92,7 +88,7 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False  # a browser keeps its connection open
     request_queue_size = 2 * MOST_CONNECTIONS
 
-    def __init__(self, address: tuple[str, int], answer: Callable[[Request], Answer], protect: Protect) -> None:
+    def __init__(self, address: tuple[str, int], answer: Callable[[Request], Answer], protect: Protect | None) -> None:
         self.answer = answer
         self._protect = protect
         self.quiet_since: dict[socket.socket, float] = {}
@@ -103,7 +99,7 @@ class _Server(ThreadingHTTPServer):
 
     def get_request(self) -> tuple[socket.socket, Any]:
         stream, address = super().get_request()
-        return self._protect(stream), address
+        return stream if self._protect is None else self._protect(stream), address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:

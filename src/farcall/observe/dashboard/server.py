@@ -67,11 +67,8 @@ class Dashboard:
                 "FARCALL_TLS_CERT, FARCALL_TLS_KEY; `farcall certificates` makes them), or serve it on loopback"
             )
         try:
-            if tls is None or not self._token:
-                self._server = WebServer("farcall-dashboard-web", host, port, self._answer)
-            else:
-                protect = partial(tls.web, for_members=False)
-                self._server = WebServer("farcall-dashboard-web", host, port, self._answer, protect=protect)
+            protect = None if tls is None or not self._token else partial(tls.web, for_members=False)
+            self._server = WebServer("farcall-dashboard-web", host, port, self._answer, protect=protect)
         except OSError as error:
             raise InitError(f"cannot serve the dashboard on {host}:{port}: {error}") from error
         self.port: int = self._server.port

@@ -31,9 +31,8 @@ from farcall.runtime.rendezvous.store import STORE_ERRORS, KeyStore
 from farcall.secret import Secret
 
 ADD_A_SECRET = (
-    f"add one line to what starts each process: export {ENV_SECRET}=..., everywhere the same, made once with "
-    "python -c 'import secrets; print(secrets.token_hex(32))' (or a file: "
-    f"{ENV_SECRET_FILE})"
+    f"set the same {ENV_SECRET} (or {ENV_SECRET_FILE}) for every process; make one with "
+    "python -c 'import secrets; print(secrets.token_hex(32))'"
 )
 _KEY_FILE = "key"
 _KEY_BYTES = 32
@@ -104,10 +103,7 @@ class Proofs:
         except (msgspec.DecodeError, UnicodeDecodeError):
             pass
         mine = "a secret" if self._is_given else "none"
-        return WrongSecret(
-            f"at {self._place} {who} was given {theirs}, and this process {mine}: give every process the same secret; "
-            f"{ADD_A_SECRET}"
-        )
+        return WrongSecret(f"at {self._place} {who} was given {theirs}, and this process {mine}: {ADD_A_SECRET}")
 
 
 class Records:

@@ -4,14 +4,15 @@ Members meet in a *generation*, a numbered attempt with its own keys, so nothing
 
     generation               the first generation that may still be open
     <g>/slot/<rank>          a member's record; whoever sets it first holds the rank
-    <g>/beat/<rank>          counts up while its holder waits: tells a second process from a dead one's traces
+    <g>/contests             how often a rank was found taken; absent: nobody need show that it is there
+    <g>/beat/<rank>          counts up then, while its holder waits: tells a second process from a dead one's traces
     <g>/table                rank 0's proposal, once every slot is filled; the table that was formed, for good
     <g>/seen/<digest>/<rank> that rank has confirmed exactly that table
     <g>/outcome              set once: formed, with the table; or abandoned, with who gave up, missing whom
     <g>/left                 how many have read the outcome; rank 0 stays until all have, then clears up
     <g>/successors           how many have come for members that died; absent: the slots need not be looked at
 
-All but the counters (beat, left) are proved with the secret (`records.py`). Who does not share rank 0's finds that out
+All but the counters are proved with the secret (`records.py`). Who does not share rank 0's finds that out
 from rank 0's record, says so and gives up, and all others find it out from that. When all have met, nobody needs the
 store any more, and rank 0 closes the one that it opened: before it listens, so whoever is connected to rank 0, as all
 are before ``init_rpc`` returns, finds the port free for a process group.
@@ -237,6 +238,7 @@ class StaticRendezvous:
         holder = self._open.replace(key, "", self._slot_text)
         if holder == mine:
             return
+        self._open.store.add(self._key("contests"), 1)
         beat = self._open.store.add(beat_key, 0)
         silent_since = time.monotonic()
         pauses = self._pauses()
@@ -292,13 +294,15 @@ class StaticRendezvous:
         return None if data is None else read_outcome(data)
 
     def _beat(self) -> bool:
-        """Show that we are there, and see whether our place is ours, if it is time for that."""
+        """Show that we are there, where that is asked, and see whether our place is ours; if it is time for that."""
         if time.monotonic() < self._next_beat:
             return False
         self._patience.look(self._awaited)
         Contacts(self._open, self.place.attempt).check_nobody(self._me.name, self.place.world_size)
         self._next_beat = time.monotonic() + self._beat_s
-        self._open.store.add(self._key(f"beat/{self._me.rank}"), 1)
+        if self._open.store.check([self._key("contests")]):
+            # Not always: each member that meets at a file reads all that any other has written.
+            self._open.store.add(self._key(f"beat/{self._me.rank}"), 1)
         if not self._heard_first:
             self._heard_first = self._open.read(self._key("slot/0")) is not None
         holder = self._open.read(self._key(f"slot/{self._me.rank}"))
@@ -405,7 +409,8 @@ class StaticRendezvous:
 
     def _clear_up(self, size: int) -> None:
         """Remove this generation's keys; that it is over stays written, and who was in it."""
-        keys = [self._key(f"{what}/{rank}") for rank in range(size) for what in ("slot", "beat")]
+        kinds = ("slot", "beat") if self._open.store.check([self._key("contests")]) else ("slot",)
+        keys = [self._key(f"{kind}/{rank}") for rank in range(size) for kind in kinds] + [self._key("contests")]
         for key in [*keys, *self._seen_keys(), self._key("left"), f"{self._base}/{self._generation - 1}/table"]:
             self._open.store.delete_key(key)
         self._open.write(self._key("outcome"), as_text(Formed(())))

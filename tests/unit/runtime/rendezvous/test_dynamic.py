@@ -132,7 +132,7 @@ def test_only_members_change_the_list_and_its_id_tells_nothing_of_the_secret() -
     store, secret = dist.HashStore(), b"what the members have"
     group = entered(store, secret)
     assert entered(store, secret, MEMBER).contacts == (ME, MEMBER)
-    with pytest.raises(WrongSecret, match="give every process the same secret"):
+    with pytest.raises(WrongSecret, match="set the same FARCALL_SECRET"):
         entered(store, b"what a stranger has")
     assert entered(dist.HashStore(), secret).cluster_id != group.cluster_id
     store.set("farcall/0/members", b"\x00" * 64 + store.get("farcall/0/members")[64:])

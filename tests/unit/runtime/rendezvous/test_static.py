@@ -209,8 +209,7 @@ def test_a_secret_at_one_only_is_told_to_all(store: Any, start: Any) -> None:
     assert "rank 1, which calls itself 'b', was given another secret, and this process none" in str(first)
     assert isinstance(second, WrongSecret)
     assert "rank 0, which calls itself 'a', was given no secret" in str(second)
-    assert "one line" in str(first)
-    assert "export FARCALL_SECRET=" in str(first)
+    assert "set the same FARCALL_SECRET" in str(first)
 
 
 @pytest.mark.parametrize("reason", [WrongSecret, MissingPeers])
@@ -263,7 +262,7 @@ def test_without_a_secret_members_of_other_users_or_machines_are_not_met(
 def test_where_no_key_can_be_kept_private_a_secret_is_asked_for(start: Any, tmp_path: Path) -> None:
     open_to_all = tmp_path / "open"
     open_to_all.mkdir(mode=0o755)
-    with pytest.raises(InitError, match=r"add one line.*export FARCALL_SECRET"):
+    with pytest.raises(InitError, match=r"set the same FARCALL_SECRET"):
         start("a", 0, 1, observing=ObservingOptions(runtime_directory=str(open_to_all))).result(2 * LONG_S)
 
 
@@ -454,6 +453,22 @@ def test_a_table_in_which_a_slot_changed_hands_is_put_up_and_confirmed_anew(stor
     first = start("w0", 0, 2, LONG_S)
     wait_until(lambda: store.check(["farcall/0/0/table"]))
     assert [member.name for member in joined([first, start("w1", 1, 2, LONG_S)])[0].members] == ["w0", "w1"]
+
+
+def test_who_waits_writes_nothing_while_no_rank_is_contested(
+    store: Any, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a file each member reads all that any other has written."""
+    monkeypatch.setattr(meeting, "_BEAT_S", 0.01)
+    counted = Counted(store)
+    monkeypatch.setattr(meeting, "open_store", lambda place, *_: counted if place.rank == 0 else store)
+    first = start("w0", 0, 2, LONG_S)
+    wait_until(lambda: counted.questions["check contests"] > 5)
+    assert not counted.questions["add 0"]
+    with pytest.raises(BadRank):
+        join("w0again", 0, 2, RpcBackendOptions(0, PLACE, start_timeout_s=LONG_S), [])
+    assert counted.questions["add 0"]
+    joined([first, start("w1", 1, 2, LONG_S)])
 
 
 def test_in_a_crowd_only_rank_0_looks_at_all_slots(
