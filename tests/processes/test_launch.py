@@ -63,7 +63,7 @@ def test_calls_names_growth_and_the_end(capsys, tmp_path):
         assert cluster["worker0"].call(os.getenv, "COLOUR") == "blue"
         assert cluster["worker0"].call(os.getcwd) == os.getcwd()
         assert [member.name for member in farcall.members()] == ["worker0", "worker1", "driver"]
-        with pytest.raises(UnknownWorker, match="there are worker0, worker1"):
+        with pytest.raises(UnknownWorker, match="its workers are worker0, worker1"):
             cluster["worker7"]
         cluster["worker0"].call(print, "written there")
         there = cluster["worker1"].call(eval, "list(__import__('sys').modules)")

@@ -81,7 +81,7 @@ def test_a_member_that_was_killed_is_started_again() -> None:
     team = Team(obedient, 2, names=["first", "second"])
     directory = team.ask(1, "directory", TIMEOUT_S)
     before = team.process_id(1)
-    with pytest.raises(MemberLost, match="second has not ended"):
+    with pytest.raises(MemberLost, match="cannot restart second: it has not ended"):
         team.restart(1, 0.01)
     os.kill(before, signal.SIGKILL)
     team.restart(1, TIMEOUT_S)

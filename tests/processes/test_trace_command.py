@@ -61,7 +61,7 @@ def test_a_running_job_is_one_trace(tmp_path: Path) -> None:
             env={**os.environ, "FARCALL_RUNTIME_DIRECTORY": str(directory)},
             capture_output=True,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=2 * PATIENCE_S,
             check=False,
         )
     finally:
