@@ -146,9 +146,9 @@ def test_a_deadlock_is_named(tmp_path: Path) -> None:
             snapshots = _snapshots_when(observer, both_wait)
             (trouble,) = find_troubles(snapshots)
             assert (trouble.kind, sorted(trouble.workers)) == ("cycle", ["w0", "w1"])
-        shown = _command(directory, "stacks")
-        while "does not answer" in shown.stderr or "CYCLE" not in shown.stdout:  # a busy machine may take too long
-            shown = _command(directory, "stacks")
+        tries = (_command(directory, "stacks") for _ in range(20))  # on a busy machine a worker may answer too late
+        shown = next((one for one in tries if "does not answer" not in one.stderr and "CYCLE" in one.stdout), None)
+        assert shown is not None
         assert shown.returncode == 1, shown.stderr
         assert "CYCLE: w0 and w1 wait for each other" in shown.stdout
         assert "serves take_lock() for w1: running for" in shown.stdout

@@ -58,6 +58,13 @@ class DeviceApi(Protocol):
     def export(self, memory: torch.Tensor) -> Export:
         """What another process opens ``memory`` with, once."""
 
+    def alias(self, memory: torch.Tensor) -> torch.Tensor:
+        """The same storage as another one, which does not keep the memory; to export what a program owns.
+
+        torch wraps a storage that it exports: streams can no longer be recorded on it, and it is kept for a reader that
+        was killed.
+        """
+
     def open(self, export: Export, device: int) -> torch.Tensor:
         """The bytes that another process exported, on ``device`` as this process numbers it."""
 
@@ -101,15 +108,17 @@ class DeviceApi(Protocol):
 class _Range:
     """Device memory as torch takes it from others; the storage made of it owns this object."""
 
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 2}
+
+
+class _KeptRange(_Range):
+    """The same, which keeps the memory and tells of its own end."""
+
     def __init__(self, memory: torch.Tensor, offset: int, size: int, on_death: Callable[[], None]) -> None:
+        super().__init__(memory.data_ptr() + offset, size)
         self._memory = memory
         self._on_death = on_death
-        self.__cuda_array_interface__ = {
-            "data": (memory.data_ptr() + offset, False),
-            "shape": (size,),
-            "typestr": "|u1",
-            "version": 2,
-        }
 
     def __del__(self) -> None:
         self._on_death()
@@ -129,13 +138,17 @@ class CudaApi:
         storage: Any = memory.untyped_storage()
         return cast("Export", storage._share_cuda_())
 
+    def alias(self, memory: torch.Tensor) -> torch.Tensor:
+        storage = memory.untyped_storage()
+        return torch.as_tensor(_Range(storage.data_ptr(), storage.nbytes()), device=memory.device)
+
     def open(self, export: Export, device: int) -> torch.Tensor:
         opened: Any = torch.UntypedStorage
         storage = opened._new_shared_cuda(device, *export[1:])
         return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device)).set_(storage)
 
     def view(self, memory: torch.Tensor, offset: int, size: int, on_death: Callable[[], None]) -> torch.Tensor:
-        return torch.as_tensor(_Range(memory, offset, size, on_death), device=memory.device)
+        return torch.as_tensor(_KeptRange(memory, offset, size, on_death), device=memory.device)
 
     def fill(self, event: Any, memory: torch.Tensor, source: torch.Tensor, size: int) -> None:
         stream = current_stream(source.get_device())

@@ -176,11 +176,13 @@ class Streams:
         if not self._to_flush:
             return NEVER
         again = []
-        for _ in range(len(self._to_flush)):
-            writer = self._to_flush.pop()
-            if not writer.flush_nowait():
-                again.append(writer)
-        self._to_flush.update(again)
+        try:
+            for _ in range(len(self._to_flush)):
+                writer = self._to_flush.pop()
+                if not writer.flush_nowait():
+                    again.append(writer)
+        finally:
+            self._to_flush.update(again)
         return now + HOLD_S  # once more: the next item of a quick stream would wake this thread only to set the timer
 
     def close_later(self, reader: Reader) -> None:

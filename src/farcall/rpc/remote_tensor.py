@@ -19,19 +19,24 @@ while somebody writes sees some of both. Whole versions are the business of `far
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Sequence
+from time import monotonic
 from typing import Any
 
 import torch
 
 from farcall.channel.device_api import DeviceApi, current_stream
-from farcall.errors import Delivery, ReferenceLost, RpcError
+from farcall.errors import Delivery, ReferenceLost, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
-from farcall.rpc.call import UNSET_TIMEOUT, encode_request
+from farcall.protocol.backoff import Backoff
+from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, encode_request
 from farcall.rpc.owner_calls import ask
 from farcall.rpc.owner_methods import find_owned
 from farcall.rpc.rref import RRef
 from farcall.runtime.calls.scope import CURRENT
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime, current_runtime
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.peers.shared_memory import SHARED_BYTES
@@ -47,6 +52,9 @@ _ALONE = 2
 """How many hold a storage that one tensor has: the tensor, and whoever asks."""
 _WORTH_OPENING_BYTES = 1 << 20
 """Less is quicker by value: whoever reads the owner's memory waits for the copy, since the owner may write next."""
+_FIRST_LOOK_S, _LAST_LOOK_S = 20e-6, 1e-3
+"""A reader looks so often whether the owner's work on a device is done."""
+_making_events = threading.Lock()
 _MOST_OFFERS = 4
 """How often a reader asks for memory that it has not mapped yet before it has the bytes sent instead."""
 
@@ -91,11 +99,10 @@ class SharedTensor:
 class _OpenedMemory:
     """The memory of an owner's tensor on a device, as its reader sees it; closed when the owner leaves."""
 
-    __slots__ = ("__weakref__", "device", "event", "tensor")
+    __slots__ = ("__weakref__", "event", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, device: int, event: Any) -> None:
+    def __init__(self, tensor: torch.Tensor, event: Any) -> None:
         self.tensor: torch.Tensor | None = tensor
-        self.device = device
         self.event = event
 
     def close(self) -> None:
@@ -109,7 +116,7 @@ class RemoteTensor:
     anybody holds one. Every use raises `ReferenceLost`, with the owner's name, once the owner is gone.
     """
 
-    __slots__ = ("_mappable", "_mapped", "_opened", "_rref", "dtype", "shape", "writable")
+    __slots__ = ("_mappable", "_mapped", "_openable", "_opened", "_rref", "dtype", "shape", "writable")
 
     def __init__(
         self, rref: RRef[SharedTensor], shape: Sequence[int], *, dtype: torch.dtype, writable: bool, mappable: bool
@@ -118,6 +125,7 @@ class RemoteTensor:
         self._rref = rref
         self._mapped: torch.Tensor | None = None
         self._opened: _OpenedMemory | None = None
+        self._openable = True  # as far as this worker knows
         self._mappable = mappable
         self.shape: torch.Size = torch.Size(shape)
         """The shape of the owner's tensor."""
@@ -166,7 +174,7 @@ class RemoteTensor:
                 self._check_owner()  # memory that a dead owner left behind is not its tensor
             elif (opened := self._open(target, timeout)) is not None:
                 target.copy_(part_of(opened, region), non_blocking=True)
-                self._finish()
+                self._finish(opened)
             else:
                 target.copy_(self._ask(read, (region,), timeout))
         return target
@@ -188,7 +196,7 @@ class RemoteTensor:
         elif (opened := self._open(source, timeout)) is not None:
             with torch.no_grad():
                 part_of(opened, region).copy_(source, non_blocking=True)
-            self._finish()
+            self._finish(opened)
         else:
             peer = self._rref._references.peer(self._rref._fork)
             self._ask(write, (region, _sendable(source.detach().to(self.dtype), peer)), timeout)
@@ -206,7 +214,8 @@ class RemoteTensor:
         if not isinstance(peer, RemotePeer) or peer.segments is None:
             return None
         for _ in range(_MOST_OFFERS):
-            lent: torch.Tensor | bool = self._ask(lend, (), timeout)
+            with torch.inference_mode(False):  # what is kept may be written later, outside of that mode
+                lent: torch.Tensor | bool = self._ask(lend, (), timeout)
             if isinstance(lent, torch.Tensor):
                 # A connection may have broken between the owner's look and its answer: then this is a copy.
                 if peer.segments.holds(lent.data_ptr()):
@@ -219,7 +228,7 @@ class RemoteTensor:
 
     def _open(self, local: torch.Tensor, timeout: float | None) -> torch.Tensor | None:
         """The owner's tensor on a device, to be copied from or to ``local`` on the current stream; None: by value."""
-        if not local.is_cuda or local.nbytes < _WORTH_OPENING_BYTES:
+        if not self._openable or not local.is_cuda or local.nbytes < _WORTH_OPENING_BYTES:
             return None
         peer = self._rref._references.peer(self._rref._fork)
         node = current_runtime()
@@ -232,32 +241,43 @@ class RemoteTensor:
                 return None
         elif not self._ask(settle, (), timeout):
             return None
-        node.devices.api.wait(opened.event, opened.device)
+        self._wait_for(opened.event, timeout)
         return opened.tensor
 
+    def _wait_for(self, event: Any, timeout: float | None) -> None:
+        """Wait until the owner's earlier work is done. Not on the stream: a dead owner's event may never come."""
+        seconds = current_runtime().timeout_s if timeout == UNSET_TIMEOUT else check_timeout(timeout)
+        deadline = monotonic() + (seconds or NEVER)
+        pauses = Backoff(_FIRST_LOOK_S, _LAST_LOOK_S)
+        while not event.query():
+            self._check_owner()
+            if monotonic() >= deadline:
+                raise RpcTimeout(f"{self!r}: work on the owner's device is not done after {seconds:g} s")
+            time.sleep(pauses.next_s())
+
     def _open_first(self, peer: Peer, api: DeviceApi, timeout: float | None) -> _OpenedMemory | None:
-        lent: tuple[Any, ...] | None = self._ask(lend_memory, (), timeout)
-        if lent is None:
+        lent: tuple[Any, ...] | bool = self._ask(lend_memory, (), timeout)
+        if isinstance(lent, bool):
+            self._openable = lent
             return None
         number, export, offset, handle = lent
         device = peer.devices.here(number)
         if device is None:
             return None
         try:
-            storage = api.open(export, device).untyped_storage()
-            tensor = torch.empty(0, dtype=self.dtype, device=torch.device("cuda", device))
-            tensor.set_(storage, offset, self.shape, torch.empty(self.shape, device="meta").stride())
-            opened = _OpenedMemory(tensor, device, api.open_event(handle, device))
+            with torch.inference_mode(False):  # as above
+                storage = api.open(export, device).untyped_storage()
+                tensor = torch.empty(0, dtype=self.dtype, device=torch.device("cuda", device))
+                tensor.set_(storage, offset, self.shape, torch.empty(self.shape, device="meta").stride())
+            opened = _OpenedMemory(tensor, api.open_event(handle, device))
         except Exception as error:  # of the driver's, which has many
             logger.info("memory of %s is not opened, its tensors come by value: %s", peer.info.name, error)
             return None
-        peer.devices.borrowers.add(opened)
-        return opened
+        return opened if peer.devices.borrow(opened) else None
 
-    def _finish(self) -> None:
+    def _finish(self, opened: torch.Tensor) -> None:
         """Wait for the copy: the owner may write to its tensor, or let it go, once this worker goes on."""
-        assert self._opened is not None
-        current_stream(self._opened.device).synchronize()
+        current_stream(opened.get_device()).synchronize()
         self._check_owner()
 
     def _check_owner(self) -> None:
@@ -366,20 +386,28 @@ def lend(created_on: int, local_id: int) -> torch.Tensor | bool:
     return tensor.view(-1) if peer.lending.reaches(found[0]) else peer.lending.is_wanted
 
 
-def lend_memory(created_on: int, local_id: int) -> tuple[Any, ...] | None:
-    """What opens the memory of a tensor on a device, and its event; None: it is sent by value, at least this time."""
+def lend_memory(created_on: int, local_id: int) -> tuple[Any, ...] | bool:
+    """What opens the memory of a tensor on a device, and its event; by value goes what gets True, this time, or False.
+
+    False: always.
+    """
     shared, devices = _find(created_on, local_id), current_runtime().devices
     tensor, peer = shared.tensor, _caller()
-    if devices is None or not tensor.is_cuda or peer.devices is None or not peer.devices.shares(tensor.get_device()):
-        return None
+    if devices is None or not tensor.is_cuda or peer.devices is None:
+        return False
+    if peer.devices.target(tensor.device, False) is None:
+        return False  # no device map leads there
     device = tensor.get_device()
+    if not peer.devices.shares(device):
+        return True
     try:
-        export = devices.api.export(tensor)
-        if shared.settled is None:
-            shared.settled = devices.api.make_event(device)
+        export = devices.api.export(devices.api.alias(tensor))
+        with _making_events:
+            if shared.settled is None:
+                shared.settled = devices.api.make_event(device)
     except Exception as error:  # memory that the driver cannot share: of another allocator, say
         logger.info("a tensor on cuda:%d is shared by value: %s", device, error)
-        return None
+        return False
     event, handle = shared.settled
     event.record(current_stream(device))
     return device, export, int(tensor.storage_offset()), handle

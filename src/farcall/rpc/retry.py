@@ -19,7 +19,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from random import SystemRandom
@@ -132,14 +133,17 @@ class _Surroundings:
         self._recording = RECORDING.get()
         self._scope = CURRENT.get()
 
-    def __enter__(self) -> None:
-        self._outside = None if self._recording is None else self._recording.enter()
-        self._outer = CURRENT.set(self._scope)
-
-    def __exit__(self, *_: object) -> None:
-        CURRENT.reset(self._outer)
-        if self._recording is not None:
-            RECORDING.set(self._outside)
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        # In locals: an attempt may be under way on another thread, which has not left them yet.
+        outside = None if self._recording is None else self._recording.enter()
+        outer = CURRENT.set(self._scope)
+        try:
+            yield
+        finally:
+            CURRENT.reset(outer)
+            if self._recording is not None:
+                RECORDING.set(outside)
 
 
 class RetryingFuture(Future[Any]):
@@ -216,7 +220,7 @@ class RetryingFuture(Future[Any]):
             super().fail(failure)  # a busy machine was late: this error says more than that the time is up
             return
         try:
-            with self._surroundings:
+            with self._surroundings.entered():
                 self.send()
         except BaseException as error:
             super().fail(error)
@@ -302,7 +306,7 @@ class RetryingCreation(Creation):
         self._attempt += 1
         node = self._references.node
         try:
-            with self._surroundings:
+            with self._surroundings.entered():
                 self.profile: CallProfile | None = None
                 frame = encode_request(self.peer, *self._request)
                 frame.flags = KEEP

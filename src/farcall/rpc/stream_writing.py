@@ -120,12 +120,16 @@ class Writer:
     def put(self, item: Any) -> None:
         """Send ``item``, soon; waits while the reader grants no more. Raises `Closed` when it never will."""
         segment = self._segment(item)
-        while self._must_wait():
-            gate = Gate()
-            if self._waits_at(gate):
-                with self.waiting():
-                    gate.wait()
-            self._gate = None
+        try:
+            while self._must_wait():
+                gate = Gate()
+                if self._waits_at(gate):
+                    with self.waiting():
+                        gate.wait()
+                self._gate = None
+        except BaseException:
+            _withdraw(segment)
+            raise
         self._add(item, segment)
 
     def waiting(self) -> Waiting:
@@ -135,11 +139,15 @@ class Writer:
     async def put_soon(self, item: Any) -> None:
         """The same for a coroutine."""
         segment = self._segment(item)
-        while self._must_wait():
-            gate = LoopGate(asyncio.get_running_loop())
-            if self._waits_at(gate):
-                await gate.passed
-            self._gate = None
+        try:
+            while self._must_wait():
+                gate = LoopGate(asyncio.get_running_loop())
+                if self._waits_at(gate):
+                    await gate.passed
+                self._gate = None
+        except BaseException:
+            _withdraw(segment)
+            raise
         self._add(item, segment)
 
     def _must_wait(self) -> bool:
@@ -270,6 +278,12 @@ class Writer:
             raise
 
 
+def _withdraw(segment: _Segment | None) -> None:
+    """An item is not sent: neither are the references and blocks of memory that its pickling took."""
+    if segment is not None:
+        withdraw(segment.frame)
+
+
 class StreamRequest(Request):
     """A request whose function returns an iterator, of whichever kind; its items are the answer, before the answer."""
 
@@ -278,6 +292,9 @@ class StreamRequest(Request):
     def __init__(self, streams: Streams, server: Server, peer: Peer, frame: Frame) -> None:
         super().__init__(server, peer, frame)
         self.writer: Writer = Writer(streams, peer, frame.call_id, outgoing=False)
+
+    def stop_writing(self) -> None:
+        self.writer.close()
 
     def progress(self) -> str:
         return f" (stream, {self.writer.describe()})"
@@ -317,7 +334,7 @@ class StreamRequest(Request):
 
     def _pump(self, source: Iterable[Any]) -> None:
         """On a worker: go through the iterator."""
-        self.thread_id = threading.get_ident()
+        self.thread_id: int = threading.get_ident()
         outer = CURRENT.set(self)
         try:
             if self.profile is None:

@@ -46,7 +46,7 @@ _METHOD = _OWNERS + b"methods.of_"
 _ALWAYS: Final = frozenset(
     {
         *(_OWNERS + name for name in (b"fetch", b"type_of", b"backward")),
-        *(_SHARED + name for name in (b"lend", b"read", b"write")),
+        *(_SHARED + name for name in (b"lend", b"lend_memory", b"settle", b"read", b"write")),
     }
 )
 """What farcall itself calls: values that are referred to, and tensors that are shared."""

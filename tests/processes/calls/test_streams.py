@@ -249,6 +249,15 @@ def test_every_way_out_ends_the_generator(ps: farcall.Worker) -> None:
     wait_until(is_ended, "the end of a cancelled task's stream")
 
 
+def test_a_closed_stream_ends_its_generator_where_nothing_is_cancelled() -> None:
+    """Its writer waits for a reader that never reads on: programs written for torch run with that setting."""
+    SEEN.clear()
+    with team([None] * 2, rpc_timeout=LONG_S, inherit=False) as nodes:
+        with nodes[0]["w1"].stream(forever) as stream:
+            next(stream)
+        wait_until(lambda: "ended" in SEEN, "the end of a closed stream")
+
+
 def has_begun() -> Iterator[float]:
     """Timeouts until the generator has begun within one: on a busy machine a short one may be over before."""
     SEEN.pop("began", None)

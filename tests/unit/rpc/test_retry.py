@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from time import monotonic
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from farcall import Retry
 from farcall.errors import AnswerLost, Cancelled, Delivery, NetworkError, Overloaded, PeerDead, RpcTimeout
+from farcall.rpc.retry import _Surroundings
 
 NEVER = float("inf")
 
@@ -57,3 +59,17 @@ def test_no_pause_goes_beyond_the_deadline() -> None:
 def test_nonsense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         Retry(**wrong)
+
+
+def test_two_attempts_under_way_at_once_leave_each_its_own_surroundings() -> None:
+    """The first is failed by another thread, which makes the second, before it has returned."""
+    surroundings = _Surroundings()
+    with surroundings.entered():
+        thread = threading.Thread(target=_enter_and_leave, args=(surroundings,))
+        thread.start()
+        thread.join()
+
+
+def _enter_and_leave(surroundings: _Surroundings) -> None:
+    with surroundings.entered():
+        pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from farcall.protocol.frames import Frame
 from farcall.protocol.streams import decode_part
 from farcall.rpc import stream_writing
-from farcall.rpc.stream_writing import QUICK_S, Writer
+from farcall.rpc.stream_writing import QUICK_S, Closed, Writer
 
 LARGE = torch.zeros(stream_writing.MOST_BYTES)
 
@@ -97,3 +98,21 @@ def test_nothing_is_held_back_from_a_reader_that_must_grant_more(
     assert peer.writes == [[(0, 1)]]
     assert writer._must_wait()
     assert peer.writes[1:] == [[(1, 1), (2, 1)]]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_item_of_a_closed_stream_takes_back_what_its_pickling_took(
+    stream: tuple[Writer, Peer, list[Writer]], monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    """References to values, blocks of a device's memory: nobody else would ever give them back."""
+    writer, _, _ = stream
+    undone: list[str] = []
+
+    def write_value(frame: Frame, values: Any, peer: Any) -> None:
+        frame.undo = (lambda: undone.append("fork"),)
+
+    monkeypatch.setattr(stream_writing, "write_value", write_value)
+    writer.close()
+    with pytest.raises(Closed):
+        asyncio.run(writer.put_soon(object())) if is_async else writer.put(object())
+    assert undone == ["fork"]

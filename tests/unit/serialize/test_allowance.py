@@ -22,6 +22,7 @@ from tests.fuzz.mutations import mutate, rounds
 
 from farcall.errors import InitError, NotAllowed, RemoteError, SerializationError
 from farcall.protocol.frames import REQUEST, Frame
+from farcall.rpc import remote_tensor
 from farcall.serialize import decode_function, encode_function, read_value, restrict, write_value
 from farcall.serialize.allowance import Allowance, loads, read_table
 from farcall.serialize.failures import decode_failure, encode_failure
@@ -295,6 +296,12 @@ def test_functions_are_found_by_their_names_letter_by_letter() -> None:
     ):
         with pytest.raises(NotAllowed, match="is not allowed here"):
             decode_function(data)
+
+
+@pytest.mark.parametrize("name", ["lend", "lend_memory", "settle", "read", "write"])
+def test_shared_tensors_are_read_and_written_in_groups_that_allow_little(name: str) -> None:
+    function = getattr(remote_tensor, name)
+    assert decode_function(encode_function(function)) is function
 
 
 def test_what_is_refused_is_not_imported() -> None:

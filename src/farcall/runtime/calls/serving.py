@@ -216,6 +216,7 @@ class Server:
     def _cancel(self, request: Request) -> None:
         if self._nested is None:
             request.cancelled = True
+            request.stop_writing()
         else:
             for call in Dependents.cancel(request):
                 self._nested.cancel(call)
@@ -282,6 +283,9 @@ class Request:
         self.started_at: float = 0.0
         self.thread_id: int = 0
         self.dependents: Dependents | None = None
+
+    def stop_writing(self) -> None:
+        """Its caller is gone or has lost interest, and its function is not cancelled; nobody reads what it sends."""
 
     def progress(self) -> str:
         """How far it is, in words behind its name; empty where there is nothing to tell."""

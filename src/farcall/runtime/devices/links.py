@@ -103,8 +103,9 @@ class DeviceLink:
         self._settling = False  # set by the I/O thread, cleared by the task
         self._settle_from = 0.0
         self._logged = False
-        self.borrowers: weakref.WeakSet[Borrower] = weakref.WeakSet()
-        """Who has memory of the peer's open beside messages, and lets go of it when the peer ends."""
+        self._borrowers: weakref.WeakSet[Borrower] = weakref.WeakSet()
+        self._borrowers_lock = threading.Lock()
+        self._is_over = False
         self.bytes_sent: int = 0  # lent and taken, not through the host; about: counted without a lock
         self.bytes_received: int = 0
 
@@ -254,10 +255,12 @@ class DeviceLink:
     def take_releases(self) -> list[tuple[int, int]]:
         """What to give back now."""
         self._owed_bytes = 0
-        released = []
-        while self._released:
-            released.append(self._released.popleft())
-        return released
+        released: list[tuple[int, int]] = []
+        try:
+            while True:
+                released.append(self._released.popleft())
+        except IndexError:  # perhaps another thread took the last one
+            return released
 
     def on_released(self, message: messages.DeviceBlocksReleased) -> None:
         """The peer gives back what we lent; on any thread."""
@@ -273,8 +276,18 @@ class DeviceLink:
     def forget_segments(self) -> None:
         """All work everywhere is done: let the peer have its memory back before it ends."""
         self._segments.close()
-        for borrower in list(self.borrowers):
+        with self._borrowers_lock:
+            self._is_over = True
+            borrowers = list(self._borrowers)
+        for borrower in borrowers:
             borrower.close()
+
+    def borrow(self, borrower: Borrower) -> bool:
+        """``borrower`` has memory of the peer's open beside messages, until the peer ends. False: it has ended."""
+        with self._borrowers_lock:
+            if not self._is_over:
+                self._borrowers.add(borrower)
+            return not self._is_over
 
     def close(self) -> None:
         """The peer is gone."""

@@ -127,7 +127,11 @@ class Link:
 
     def start(self, first_bytes: bytes = b"") -> None:
         """Begin to read. ``first_bytes`` came behind the handshake and are frames already."""
-        self.incoming.connect(first_bytes)
+        try:
+            self.incoming.connect(first_bytes)
+        except FrameError as error:
+            self.broke(error, self.transport)
+            return
         self.incoming.watch_connection()
         self._detached = False
         if not self.up:
@@ -216,7 +220,11 @@ class Link:
         """On the I/O thread: the first connection, or the first of which the peer knows. Nothing has come before."""
         self.break_off("a first connection took its place", reads_rest=False)  # the peer counts from 0
         self.session.resume()
-        self.attach(transport, first_bytes, 0)
+        try:
+            self.attach(transport, first_bytes, 0)
+        except SessionError as error:
+            why = str(error)
+            self._loop.call_soon(lambda: self.die(why))
 
     def attach(self, transport: Transport, first_bytes: bytes, received: int) -> None:
         """On the I/O thread: go on over another connection to the same member, which has ``received`` frames.
@@ -231,9 +239,9 @@ class Link:
         except (SessionError, FrameError) as error:
             transport.close()
             raise SessionError(str(error)) from error
+        self.incoming.watch_connection()  # before others may read: who does tells the poller to be silent
         self._detached = False
         self.up = True
-        self.incoming.watch_connection()
         self.outgoing.attach(transport, missing)
 
     # ------------------------------------------------------------------ ending

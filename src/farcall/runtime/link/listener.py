@@ -156,7 +156,7 @@ class PeerListener:
         descriptor = listener.fileno()
         if not self._was_short:
             self._was_short = True
-            logger.warning("%s: new connections wait; raise the limit of open files (ulimit -n)", error)
+            logger.warning("%s: new connections wait; if too many files are open, raise their limit (ulimit -n)", error)
         if descriptor is not None:
             self._loop.silence(descriptor)
             self._postponed.append(descriptor)

@@ -115,6 +115,7 @@ class StaticRendezvous:
         self._generation = 0
         self._table, self._digest, self._next_beat = b"", "", 0.0
         self._names: dict[int, str] = {}
+        self._found: dict[str, bytes | WrongSecret] = {}  # at the last look at all slots
         self._gave_up: dict[int, str] = {}
         self._missing_elsewhere: set[int] = set()
 
@@ -254,7 +255,7 @@ class StaticRendezvous:
                     f"rank {self._me.rank} is taken by another process, {other.name!r}, so {self._me.name!r} cannot "
                     "have it: give every process a rank of its own"
                 )
-            dead_s = max(_DEAD_S, _DEAD_BEATS * _beat_s(read_slot(holder).world_size))
+            dead_s = max(_DEAD_S, min(_DEAD_BEATS * _beat_s(read_slot(holder).world_size), self._timeout_s / 2))
             if time.monotonic() - silent_since > dead_s:
                 logger.info("rank %d: taking the place of a process that is gone", self._me.rank)
                 holder = self._open.replace(key, holder.decode(), self._slot_text)
@@ -435,7 +436,7 @@ class StaticRendezvous:
     def _absent(self) -> list[int]:
         """Ranks without a record in this generation; remembers the names of the others."""
         keys = self._slot_keys()
-        there = self._open.look(keys)
+        there = self._found = self._open.look(keys)
         for data in there.values():
             if isinstance(data, bytes):  # else somebody is there, with another secret
                 member = read_slot(data).member
@@ -444,11 +445,11 @@ class StaticRendezvous:
 
     def _raise_for_absence(self, mine: Abandoned) -> NoReturn:
         """At the deadline: name the cause that is most likely."""
-        found = self._open.look(self._slot_keys()).values()
-        for data in found:
+        # As they were before we gave up: whoever sees that deletes its record.
+        for data in self._found.values():
             if isinstance(data, WrongSecret):
                 raise data
-        check_agreement([read_slot(data) for data in found if isinstance(data, bytes)])
+        check_agreement([read_slot(data) for data in self._found.values() if isinstance(data, bytes)])
         never_seen = self._missing_elsewhere - set(self._names) - set(self._gave_up)
         missing = sorted(never_seen) or [rank for rank in mine.missing if rank not in self._gave_up]
         if missing or self._gave_up:

@@ -437,6 +437,16 @@ def test_garbage_behind_the_handshake_is_refused(ends: tuple[End, End]) -> None:
     other.close()
 
 
+def test_garbage_behind_the_first_handshake_is_the_end_of_the_link(ends: tuple[End, End]) -> None:
+    left, _ = ends
+    lose(ends)
+    transport, other = memory_pair()
+    left.on_loop(lambda: left.link.connect(transport, b"this is no frame at all, and it is long enough"))
+    wait_until(lambda: left.link.broken is not None, "the end of the link")
+    assert transport.closed
+    other.close()
+
+
 def test_nobody_reads_a_new_connection_before_the_session_has_taken_the_count(ends: tuple[End, End]) -> None:
     left, _ = ends
     lose(ends)

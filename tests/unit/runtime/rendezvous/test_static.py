@@ -460,11 +460,13 @@ def test_who_waits_writes_nothing_while_no_rank_is_contested(
 ) -> None:
     """At a file each member reads all that any other has written."""
     monkeypatch.setattr(meeting, "_BEAT_S", 0.01)
+    monkeypatch.setattr(meeting, "_DEAD_S", LONG_S)
     counted = Counted(store)
-    monkeypatch.setattr(meeting, "open_store", lambda place, *_: counted if place.rank == 0 else store)
+    monkeypatch.setattr(meeting, "open_store", lambda *_: counted)
     first = start("w0", 0, 2, LONG_S)
     wait_until(lambda: counted.questions["check contests"] > 5)
     assert not counted.questions["add 0"]
+    monkeypatch.setattr(meeting, "open_store", lambda *_: store)
     with pytest.raises(BadRank):
         join("w0again", 0, 2, RpcBackendOptions(0, PLACE, start_timeout_s=LONG_S), [])
     assert counted.questions["add 0"]
@@ -529,11 +531,12 @@ def test_a_record_that_is_deleted_while_it_is_read_is_not_there() -> None:
                 self.store.set(key, proofs.seal(key, key))
 
         def __getattr__(self, name: str) -> Any:
-            if name in ("get", "multi_get"):
+            if name in ("get", "multi_get", "compare_set"):
                 self.store.delete_key("b")
             return getattr(self.store, name)
 
     assert Records(Deleting(), proofs).read("b") is None
+    assert Records(Deleting(), proofs).read_all(["a", "b"]) is None
     assert Records(Deleting(), proofs).look(["a", "b"]) == {"a": b"a"}
 
 
