@@ -362,7 +362,9 @@ class Executor:
         self._interrupted = True
         for worker in list(self._workers):
             thread = worker.thread
-            if thread is not None and thread is not threading.current_thread() and thread.ident is not None:
+            # Of those that have begun: one that ends before it says so leaves whoever started it waiting for good.
+            if worker.busy and thread is not None and thread is not threading.current_thread():
+                assert thread.ident is not None
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
 
     def stop(self, timeout_s: float) -> list[str]:

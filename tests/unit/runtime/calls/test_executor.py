@@ -9,7 +9,7 @@ import pytest
 from tests.kit.clock import Clock
 from tests.kit.waiting import wait_until
 
-from farcall.runtime.calls.executor import STALLED_S, TICK_S, UNKNOWN_S, Executor
+from farcall.runtime.calls.executor import STALLED_S, TICK_S, UNKNOWN_S, Executor, _Worker
 from farcall.runtime.calls.parallelism import FIRST_PEACE_S
 from farcall.runtime.io.timers import NEVER
 
@@ -272,3 +272,28 @@ def test_what_is_queued_at_the_end_or_later_is_dropped_aloud() -> None:
     executor.submit(late)
     assert early.dropped.is_set()
     assert late.dropped.is_set()
+
+
+def test_an_interrupt_spares_a_worker_that_has_not_begun(executor: Executor) -> None:
+    """A thread that ends before it has said that it runs leaves whoever started it waiting, with a lock in its hand."""
+    ended: list[BaseException] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def begin() -> None:
+        try:
+            begun.set()
+            while not go_on.is_set():
+                pass
+        except BaseException as error:
+            ended.append(error)
+
+    worker = _Worker(executor)
+    worker.thread = threading.Thread(target=begin)
+    worker.thread.start()
+    assert begun.wait(PATIENCE_S)
+    executor._workers.add(worker)
+    executor.interrupt()
+    go_on.set()
+    worker.thread.join(PATIENCE_S)
+    executor._workers.remove(worker)
+    assert not ended
