@@ -360,12 +360,14 @@ class Executor:
         through C++ code that does not allow it, and takes the process down with SIGABRT (before Python 3.14).
         """
         self._interrupted = True
-        for worker in list(self._workers):
-            thread = worker.thread
-            # Of those that have begun: one that ends before it says so leaves whoever started it waiting for good.
-            if worker.busy and thread is not None and thread is not threading.current_thread():
-                assert thread.ident is not None
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+        # Under the lock, since none is started then. Until a new thread runs, Python has it under the number of the one
+        # that starts it: it would be hit instead, end before it has said that it runs, and be waited for for good.
+        with self._lock:
+            for worker in self._workers:
+                thread = worker.thread
+                if thread is not None and thread is not threading.current_thread() and thread.ident is not None:
+                    number = ctypes.c_ulong(thread.ident)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(SystemExit))
 
     def stop(self, timeout_s: float) -> list[str]:
         """End idle workers and wait for the others; the names of those still inside user functions are returned."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 
@@ -9,7 +10,7 @@ import pytest
 from tests.kit.clock import Clock
 from tests.kit.waiting import wait_until
 
-from farcall.runtime.calls.executor import STALLED_S, TICK_S, UNKNOWN_S, Executor, _Worker
+from farcall.runtime.calls.executor import STALLED_S, TICK_S, UNKNOWN_S, Executor
 from farcall.runtime.calls.parallelism import FIRST_PEACE_S
 from farcall.runtime.io.timers import NEVER
 
@@ -274,26 +275,30 @@ def test_what_is_queued_at_the_end_or_later_is_dropped_aloud() -> None:
     assert late.dropped.is_set()
 
 
-def test_an_interrupt_spares_a_worker_that_has_not_begun(executor: Executor) -> None:
-    """A thread that ends before it has said that it runs leaves whoever started it waiting, with a lock in its hand."""
-    ended: list[BaseException] = []
-    begun, go_on = threading.Event(), threading.Event()
+def test_an_interrupt_waits_until_a_worker_that_is_being_started_runs(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python would raise it in the new thread instead of the one that starts it, which then waits for good."""
+    starting, go_on = threading.Event(), threading.Event()
+    start = threading.Thread.start
 
-    def begin() -> None:
-        try:
-            begun.set()
-            while not go_on.is_set():
-                pass
-        except BaseException as error:
-            ended.append(error)
+    def start_slowly(thread: threading.Thread) -> None:
+        if thread.name.startswith("farcall-worker"):
+            starting.set()
+            assert go_on.wait(PATIENCE_S)
+        start(thread)
 
-    worker = _Worker(executor)
-    worker.thread = threading.Thread(target=begin)
-    worker.thread.start()
-    assert begun.wait(PATIENCE_S)
-    executor._workers.add(worker)
-    executor.interrupt()
+    monkeypatch.setattr(threading.Thread, "start", start_slowly)
+    monkeypatch.setattr(ctypes.pythonapi, "PyThreadState_SetAsyncExc", lambda *_: None)
+    executor.start()
+    submitting = threading.Thread(target=executor.submit, args=(Job(lambda: None),))
+    submitting.start()
+    assert starting.wait(PATIENCE_S)
+    interrupting = threading.Thread(target=executor.interrupt)
+    interrupting.start()
+    interrupting.join(0.1)
+    assert interrupting.is_alive()
     go_on.set()
-    worker.thread.join(PATIENCE_S)
-    executor._workers.remove(worker)
-    assert not ended
+    interrupting.join(PATIENCE_S)
+    assert not interrupting.is_alive()
+    submitting.join(PATIENCE_S)
