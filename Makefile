@@ -7,10 +7,11 @@ CODEC  := $(VENV)/.codec
 # What farcall builds, here the extension for TorchScript, goes where `make clean` finds it.
 export FARCALL_CACHE := $(abspath $(VENV))/cache
 
-# Test processes at a time. One more than two cores: tests with several processes wait for each other most of the time.
-JOBS ?= 3
+# Test processes at a time. Twice as many as two cores: tests with several processes wait for each other, or for a timeout,
+# most of the time.
+JOBS ?= 4
 
-.PHONY: help demo check check-tests test lint versions format bench docs clean
+.PHONY: help demo check check-tests test lint extension versions format bench docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,7 +32,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 # The install above builds it as well; this is for a change of its source. Without a compiler there is none.
-$(CODEC): $(READY) hatch_build.py src/farcall/serialize/_speedups.c
+$(CODEC): $(READY) hatch_build.py src/farcall/serialize/_speedups.c src/farcall/protocol/_frames.c
 	@$(BIN)/python hatch_build.py
 	@touch $@
 
@@ -50,10 +51,15 @@ check: $(CODEC)
 check-tests: $(CODEC)
 	$(BIN)/pytest -q -n 2 --dist worksteal tests/unit tests/property tests/simulation $(ARGS)
 
-# loadgroup: PyTorch's suite has processes of its own that run two tests at a time, and stays with one worker.
-test: lint $(CODEC)
-	$(BIN)/farcall torchscript build || echo "The tests of RPC in TorchScript code are skipped."
+# compileall: where PYTHONDONTWRITEBYTECODE is set, each of hundreds of processes would compile farcall anew.
+# loadgroup: files whose tests share what takes long to make stay with one worker (tests/kit/distribution.py).
+test: $(CODEC)
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint extension
+	@$(BIN)/python -m compileall -q src tests
 	$(BIN)/pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+extension: $(CODEC)
+	$(BIN)/farcall torchscript build || echo "The tests of RPC in TorchScript code are skipped."
 
 # What docs/versions.md tells was found out with this. The pins of the other tools do not hold there.
 TORCH  ?= 2.6.0

@@ -1,4 +1,4 @@
-"""Builds the compiled half of the flat form (``src/farcall/serialize/_speedups.c``), where that can be done.
+"""Builds the compiled code (``_speedups.c`` of the flat form, ``_frames.c`` of the frames), where that can be done.
 
 A hook of hatchling, for wheels and editable installs; as a program, it builds for the tree that it lies in. Without a C
 compiler or Python's headers the wheel is pure Python, which does the same: that is never an error.
@@ -20,14 +20,15 @@ try:
 except ImportError:  # as a program it needs nothing
     BuildHookInterface = object  # type: ignore[assignment, misc]
 
-SOURCE = Path("src", "farcall", "serialize", "_speedups.c")
-LIBRARY = SOURCE.with_name("_speedups.abi3.so")
+PACKAGE = Path("src", "farcall")
+SOURCES = (PACKAGE / "serialize" / "_speedups.c", PACKAGE / "protocol" / "_frames.c")
+SUFFIX = ".abi3.so"
 TAG = "cp311-abi3"
 """The limited API of this Python, as the source asks for it: later ones have it, too."""
 
 
-def build(root: Path, target: Path) -> str:
-    """Compile to ``target``; return why that failed, or nothing."""
+def build(source: Path, target: Path) -> str:
+    """Compile ``source`` to ``target``; return why that failed, or nothing."""
     if os.name != "posix" or sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return "only a CPython with its usual lock, on Linux or a Mac, can use it"
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
@@ -38,7 +39,7 @@ def build(root: Path, target: Path) -> str:
         *("-O2", "-std=c11", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-DNDEBUG"),
         *on_a_mac,
         f"-I{sysconfig.get_path('include')}",
-        *("-o", str(fresh), str(root / SOURCE)),
+        *("-o", str(fresh), str(source)),
     ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -57,22 +58,22 @@ class SpeedupsHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         root = Path(self.root)
-        if version == "editable":
-            target = root / LIBRARY
-        else:
-            self._folder = tempfile.TemporaryDirectory()
-            target = Path(self._folder.name, LIBRARY.name)
-        why_not = build(root, target)
-        if why_not:
-            self.app.display_warning(f"farcall's compiled codec is left out, Python does the same: {why_not}")
-        elif version != "editable":
-            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-            build_data["pure_python"] = False
-            build_data["tag"] = f"{TAG}-{platform}"
-            build_data["force_include"][str(target)] = str(LIBRARY.relative_to("src"))
+        self._folder = tempfile.TemporaryDirectory()
+        for source in SOURCES:
+            library = source.with_suffix(SUFFIX)
+            target = root / library if version == "editable" else Path(self._folder.name, library.name)
+            why_not = build(root / source, target)
+            if why_not:
+                self.app.display_warning(f"farcall's {source.name} is left out, Python does the same: {why_not}")
+            elif version != "editable":
+                platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+                build_data["pure_python"] = False
+                build_data["tag"] = f"{TAG}-{platform}"
+                build_data["force_include"][str(target)] = str(library.relative_to("src"))
 
 
 if __name__ == "__main__":
-    here = Path(__file__).parent
-    if failed := build(here, here / LIBRARY):
-        print(f"farcall's compiled codec is not built, Python does the same: {failed}", file=sys.stderr)
+    for one in SOURCES:
+        here = Path(__file__).parent / one
+        if failed := build(here, here.with_suffix(SUFFIX)):
+            print(f"farcall's {one.name} is not built, Python does the same: {failed}", file=sys.stderr)

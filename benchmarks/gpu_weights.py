@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_weights.py [--gib 4] [--rounds 5]
 
-A remote tensor goes by CUDA IPC (a device map leads to its owner), out of the owner's own memory; a version goes
-through the host's shared memory. Each figure is the median of the rounds, in GiB/s, with the device's work done; "share
-of a copy" is what it is of the copy of the same bytes inside one process.
+A device map leads to the owner. A remote tensor and a version on its device are read by CUDA IPC, out of the owner's
+memory; "by the host" is the same version without twins (`device_sharing=False`), out of shared memory, which is pinned.
+Each figure is the median of the rounds, in GiB/s, with the device's work done; "share of a copy" is what it is of the
+copy of the same bytes inside one process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from farcall.options import MemoryOptions
 from farcall.testing.cluster import run_cluster
 
 GIBIBYTE = 1 << 30
-WARM_UP = 2
+WARM_UP = 8
+"""So many versions are pushed before each block has been filled and pinned."""
 CUDA = "cuda:0"
 
 kept: dict[str, Any] = {}
@@ -55,7 +57,8 @@ def rate(action: Callable[[], object], gib: float, rounds: int) -> float:
     return gib / statistics.median(times[WARM_UP:])
 
 
-def measure(rank: int, gib: float, rounds: int) -> dict[str, float]:
+def measure(rank: int, gib: float, rounds: int, way: str) -> dict[str, float]:
+    """``way``: how versions go, for the names of the figures."""
     if rank:
         return {}
     count = int(gib * GIBIBYTE) // 4
@@ -74,7 +77,10 @@ def measure(rank: int, gib: float, rounds: int) -> dict[str, float]:
             weights.wait(newer_than=weights.version, timeout=60.0)
         weights.load_into({"weights": here})
 
-    found["version, push and load"] = rate(push_and_load, gib, rounds)
+    found[f"version {way}, push and load"] = rate(push_and_load, gib, rounds)
+    found[f"version {way}, load"] = rate(lambda: weights.load_into({"weights": here}), gib, rounds)
+    found[f"version {way}, push"] = rate(lambda: farcall.rpc_sync("w1", push_weights, timeout=None), gib, rounds)
+    assert bool((here == 1.0).all())
     return found
 
 
@@ -85,14 +91,17 @@ def main() -> None:
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this measures a GPU, and torch sees none")
-    memory = MemoryOptions(device_views=True, device_memory_limit_bytes=int(3 * chosen.gib * GIBIBYTE))
     maps = {"w0": {CUDA: CUDA}, "w1": {CUDA: CUDA}}
-    found = run_cluster(
-        2, measure, chosen.gib, chosen.rounds, timeout_s=300, memory=memory, device_maps=maps, rpc_timeout=120.0
-    )[0]
+    found: dict[str, float] = {}
+    for way, shares in (("by the host", False), ("by the device", True)):
+        memory = MemoryOptions(
+            device_views=True, device_sharing=shares, device_memory_limit_bytes=int(6 * chosen.gib * GIBIBYTE)
+        )
+        options = {"memory": memory, "device_maps": maps, "rpc_timeout": 120.0}
+        found |= run_cluster(2, measure, chosen.gib, chosen.rounds, way, timeout_s=300, **options)[0]
     for name, gib_per_s in found.items():
         share = gib_per_s / found["device copy"]
-        print(f"{name:26} {gib_per_s:8.1f} GiB/s   share of a copy {share:.2f}", flush=True)
+        print(f"{name:38} {gib_per_s:8.1f} GiB/s   share of a copy {share:.2f}", flush=True)
     print(json.dumps({"device": torch.cuda.get_device_name(), "gib": chosen.gib, **found}))
 
 

@@ -1,24 +1,26 @@
-"""Streams beside gRPC and Ray, awaited calls beside `rpc_async`, batches beside batching by hand.
+"""Streams beside gRPC and Ray, awaited calls beside `rpc_async`, batches beside batching by hand, with verdicts.
 
-    python benchmarks/streams.py --grpc VENV/bin/python --ray VENV/bin/python
+    python benchmarks/streams.py [--grpc VENV/bin/python] [--ray VENV/bin/python]
 
-Two processes of one machine; each system runs in the interpreter named for it, one at a time, and those not named are
-left out. farcall runs in this one. All systems send the same items, from a generator to a loop that takes them.
+Processes of one machine; each system runs in the interpreter named for it, one at a time, and those not named are left
+out. farcall runs in this one. All systems send the same items, from a generator to a loop that takes them. Two ways
+that are compared take turns within one process; a verdict is about the median ratio of all rounds.
 
-    figure                      what is timed
-    calls/s                     one blocking call per item
-    ints/s                      items of a stream, a whole number each
-    1 MiB tensors/s             items of a stream; beside it, calls with 8 in flight that return one each
-    p99 of awaited calls, ms    10,000 calls by tasks of one event loop, from the call until its result is here; beside
-                                it, the same by one thread that waits for the oldest; all at once, and 64 in flight
-    actions/s                   16 callers ask for actions, as PyTorch's batch reinforcement learning example does: by a
-                                list of futures under a lock (40 lines), and by `farcall.batched` (10 lines)
+    figure                  what is timed
+    calls/s                 one blocking call per item; by a handle, and by `rpc_sync`
+    ints/s                  items of a stream, a whole number each
+    1 MiB tensors/s         items of a stream; and results of calls with 8 in flight
+    p99 of calls, ms        10,000 calls to 4 workers, from the call until its result is here: by tasks of one event
+                            loop, and by one thread that waits for the oldest; all at once, and 64 in flight
+    actions/s               16 callers ask for actions, as PyTorch's batch reinforcement learning example does: by a
+                            list of futures under a lock (40 lines), and by `farcall.batched` (10 lines)
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import socket
@@ -34,6 +36,8 @@ from typing import Any
 
 import torch
 
+TURNS = 5
+BLOCKING = 3000
 INTS = 100_000
 TENSORS = 500
 CALLS = 10_000
@@ -65,9 +69,19 @@ def one_tensor() -> torch.Tensor:
 def rate(amount: int, work: Callable[[], Any]) -> float:
     """How many of ``amount`` in a second; once before, to warm up."""
     work()
+    return _rate(amount, work)
+
+
+def _rate(amount: int, work: Callable[[], Any]) -> float:
     began = time.perf_counter()
     work()
     return amount / (time.perf_counter() - began)
+
+
+def in_turns(measures: dict[str, Callable[[], float]]) -> Figures:
+    """The median of each measure; they take turns, the first of which warms up."""
+    turns = [{name: measure() for name, measure in measures.items()} for _ in range(TURNS + 1)]
+    return {name: statistics.median(turn[name] for turn in turns[1:]) for name in measures}
 
 
 # ---------------------------------------------------------------------- farcall
@@ -77,10 +91,11 @@ def measure_farcall() -> Figures:
     import farcall
 
     url = f"tcp://127.0.0.1:{_free_port()}"
-    callee = subprocess.Popen([sys.executable, __file__, "--callee", url])
+    callees = [subprocess.Popen([sys.executable, __file__, "--callee", f"{rank} {url}"]) for rank in range(1, 5)]
     options = farcall.RpcBackendOptions(init_method=url)
-    farcall.init_rpc("caller", rank=0, world_size=2, rpc_backend_options=options)
-    ps = farcall.worker("callee")
+    farcall.init_rpc("caller", rank=0, world_size=5, rpc_backend_options=options)
+    workers = [farcall.worker(f"callee{rank}") for rank in range(1, 5)]
+    ps = workers[0]
 
     def in_flight() -> None:
         waiting: deque[Any] = deque()
@@ -91,52 +106,70 @@ def measure_farcall() -> Figures:
         for future in waiting:
             future.result()
 
-    found = {
-        "calls/s": rate(5000, lambda: [ps.call(noop, number) for number in range(5000)]),
-        "ints/s": rate(INTS, lambda: sum(1 for _ in ps.stream(count, INTS))),
-        "1 MiB tensors/s": rate(TENSORS, lambda: sum(1 for _ in ps.stream(tensors, TENSORS))),
-        "1 MiB tensors/s, calls, 8 in flight": rate(TENSORS, in_flight),
-    }
-    for in_flight in (CALLS, 64):
-        found[f"p99 of awaited calls, {in_flight:,} in flight, ms"] = 1e3 * asyncio.run(_awaited(ps, in_flight))
-        found[f"p99 of rpc_async, {in_flight:,} in flight, ms"] = 1e3 * _by_rpc_async(ps, in_flight)
-    for name, policy in (("batched", Batched), ("by hand", ByHand)):
-        found[f"actions/s, {name}"] = _actions(ps.create(policy))
+    def calls() -> None:
+        for number in range(BLOCKING):
+            ps.call(noop, number)
+
+    def rpc_sync() -> None:
+        for number in range(BLOCKING):
+            farcall.rpc_sync("callee1", noop, args=(number,))
+
+    found = in_turns(
+        {
+            "calls/s": lambda: _rate(BLOCKING, calls),
+            "calls/s, rpc_sync": lambda: _rate(BLOCKING, rpc_sync),
+        }
+    )
+    # By itself: the calls that come right after such a stream are a tenth slower.
+    found |= in_turns({"ints/s": lambda: _rate(INTS, lambda: sum(1 for _ in ps.stream(count, INTS)))})
+    found |= in_turns(
+        {
+            "1 MiB tensors/s": lambda: _rate(TENSORS, lambda: sum(1 for _ in ps.stream(tensors, TENSORS))),
+            "1 MiB tensors/s, calls, 8 in flight": lambda: _rate(TENSORS, in_flight),
+        }
+    )
+    for most in (CALLS, 64):
+        found |= in_turns(
+            {
+                f"p99 of awaited calls, {most:,} in flight, ms": lambda: 1e3 * asyncio.run(_awaited(workers, most)),  # noqa: B023
+                f"p99 of rpc_async, {most:,} in flight, ms": lambda: 1e3 * _by_rpc_async(workers, most),  # noqa: B023
+            }
+        )
+    policies = {"actions/s, batched": ps.create(Batched), "actions/s, by hand": ps.create(ByHand)}
+    found |= in_turns({name: functools.partial(_actions, policy) for name, policy in policies.items()})
+    policies.clear()
     farcall.shutdown()
-    callee.wait(60)
+    for callee in callees:
+        callee.wait(60)
     return found
 
 
-async def _awaited(ps: Any, in_flight: int) -> float:
+async def _awaited(workers: list[Any], in_flight: int) -> float:
     """From the call until its result is here, by tasks of one event loop."""
     took: list[float] = []
 
     async def caller(numbers: Iterator[int]) -> None:
         for number in numbers:
             began = time.perf_counter()
-            await ps.start(noop, number)
+            await workers[number % len(workers)].start(noop, number)
             took.append(time.perf_counter() - began)
 
-    for _ in range(3):
-        took.clear()
-        numbers = iter(range(CALLS))
-        await asyncio.gather(*[caller(numbers) for _ in range(in_flight)])
+    numbers = iter(range(CALLS))
+    await asyncio.gather(*[caller(numbers) for _ in range(in_flight)])
     return sorted(took)[CALLS * 99 // 100]
 
 
-def _by_rpc_async(ps: Any, in_flight: int) -> float:
+def _by_rpc_async(workers: list[Any], in_flight: int) -> float:
     """The same by one thread that waits for the oldest one."""
     took: list[float] = []
-    for _ in range(3):
-        took.clear()
-        waiting: deque[tuple[float, Any]] = deque()
-        for number in range(CALLS + in_flight):
-            if number >= in_flight:
-                began, future = waiting.popleft()
-                future.result()
-                took.append(time.perf_counter() - began)
-            if number < CALLS:
-                waiting.append((time.perf_counter(), ps.start(noop, number)))
+    waiting: deque[tuple[float, Any]] = deque()
+    for number in range(CALLS + in_flight):
+        if number >= in_flight:
+            began, future = waiting.popleft()
+            future.result()
+            took.append(time.perf_counter() - began)
+        if number < CALLS:
+            waiting.append((time.perf_counter(), workers[number % len(workers)].start(noop, number)))
     return sorted(took)[CALLS * 99 // 100]
 
 
@@ -202,14 +235,14 @@ def _actions(policy: Any) -> float:
         for thread in threads:
             thread.join()
 
-    return rate(CALLERS * ACTIONS, all_callers)
+    return _rate(CALLERS * ACTIONS, all_callers)
 
 
-def serve_farcall(url: str) -> None:
+def serve_farcall(rank: int, url: str) -> None:
     import farcall
 
     options = farcall.RpcBackendOptions(init_method=url)
-    farcall.init_rpc("callee", rank=1, world_size=2, rpc_backend_options=options)
+    farcall.init_rpc(f"callee{rank}", rank=rank, world_size=5, rpc_backend_options=options)
     farcall.shutdown()
 
 
@@ -354,7 +387,8 @@ def main() -> None:
     asked = parser.parse_args()
     _decorate_if_there()
     if asked.callee:
-        serve_farcall(asked.callee)
+        rank, url = asked.callee.split()
+        serve_farcall(int(rank), url)
     elif asked.grpc_server:
         serve_grpc(asked.grpc_server)
     elif asked.only:
@@ -385,29 +419,38 @@ def _decorate_if_there() -> None:
 
 
 def _show(rounds: dict[str, list[Figures]]) -> None:
-    medians = {
-        name: {figure: statistics.median(one[figure] for one in found) for figure in found[0]}
-        for name, found in rounds.items()
-    }
-    for figure in medians["farcall"]:
-        cells = [f"{name} {found[figure]:,.1f}" for name, found in medians.items() if figure in found]
+    ours = rounds["farcall"]
+    for figure in ours[0]:
+        cells = []
+        for name, found in rounds.items():
+            if figure in found[0]:
+                cells.append(f"{name} {statistics.median(one[figure] for one in found):,.1f}")
         print(f"{figure:46} " + "   ".join(cells))
-    ours = medians["farcall"]
-    print(f"\nstream of ints / one call per item       {ours['ints/s'] / ours['calls/s']:.1f} (wanted 5)")
-    tensors_share = ours["1 MiB tensors/s"] / ours["1 MiB tensors/s, calls, 8 in flight"]
-    print(f"stream of tensors / calls, 8 in flight   {tensors_share:.2f} (wanted 0.9)")
-    for name in ("grpc", "ray"):
-        if name in medians:
-            print(
-                f"stream of ints / {name}'s                  {ours['ints/s'] / medians[name]['ints/s']:.1f} (wanted 3)"
-            )
-    for in_flight in ("10,000", "64"):
-        awaited, by_thread = (
-            ours[f"p99 of {how}, {in_flight} in flight, ms"] for how in ("awaited calls", "rpc_async")
-        )
-        print(f"p99 of awaited calls / of rpc_async      {awaited / by_thread:.2f} (wanted 2), {in_flight} in flight")
-    batched = ours["actions/s, batched"] / ours["actions/s, by hand"]
-    print(f"batched / by hand                        {batched:.2f} (wanted 1)")
+    print(f"\n{'promise':54} {'target':>8} {'measured':>9}   verdict")
+
+    def promise(name: str, ratios: list[float], target: float, at_most: bool = False) -> None:
+        found = statistics.median(ratios)
+        holds = found <= target if at_most else found >= target
+        wanted = f"{'<=' if at_most else '>='} {target:g}"
+        print(f"{name:54} {wanted:>8} {found:9.2f}   {'holds' if holds else 'MISSED'}")
+
+    def against(other: str) -> list[float]:
+        return [one["ints/s"] / theirs["ints/s"] for one, theirs in zip(ours, rounds[other], strict=True)]
+
+    def between(figure: str, other: str) -> list[float]:
+        return [one[figure] / one[other] for one in ours]
+
+    promise("call by a handle / rpc_sync", between("calls/s", "calls/s, rpc_sync"), 0.97)
+    promise("ints of a stream / one call for each", between("ints/s", "calls/s"), 5)
+    for other in ("grpc", "ray"):
+        if other in rounds:
+            promise(f"ints of a stream / of {other}'s stream", against(other), 3)
+    tensors_by = [f"1 MiB tensors/s{way}" for way in ("", ", calls, 8 in flight")]
+    promise("1 MiB tensors of a stream / of calls, 8 in flight", between(*tensors_by), 0.9)
+    for most in (f"{CALLS:,}", "64"):
+        p99s = [f"p99 of {how}, {most} in flight, ms" for how in ("awaited calls", "rpc_async")]
+        promise(f"p99 of awaited calls / of rpc_async, {most} in flight", between(*p99s), 2, at_most=True)
+    promise("actions, batched / by hand", between("actions/s, batched", "actions/s, by hand"), 1)
 
 
 if __name__ == "__main__":

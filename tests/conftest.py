@@ -14,13 +14,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.kit.distribution import FilesTogether
 from tests.kit.ports import let_ports_go
+from tests.kit.wheel import QUICK_START, ROOT
 from tests.kit.wheel import installed as installed
 
 # The same examples on every run, or new ones each time: HYPOTHESIS_PROFILE=explore make test
@@ -35,18 +38,35 @@ settings.register_profile(
 settings.register_profile("explore", deadline=None, max_examples=2_000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
+# Processes of tests find farcall here, also where they have an interpreter without it, and load torch in less time.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    dict.fromkeys([str(ROOT / "src"), str(QUICK_START), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+).rstrip(os.pathsep)
+
 # A shell that starts this in the background has SIGINT ignored, and every process of every test would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
     """Keep what is loaded by now out of every later collection: a tenth of a second each, and many tests collect."""
-    gc.collect()
-    gc.freeze()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)  # for runs without xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether | None:
+    return FilesTogether(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 CHECKED_FOLDERS = {"processes", "faults"}
+FOLDERS_WITH_CLUSTERS = CHECKED_FOLDERS | {"fuzz", "gpu"}
 # Threads that the test closed may still be on their last lines, and children may not be reaped yet.
 SETTLING_S = 60.0
 OUR_DESCRIPTORS = ("socket:", "pipe:", "anon_inode:", "/memfd:")
@@ -112,8 +132,17 @@ def let_libuv_begin() -> None:
     TCPStore("127.0.0.1", 0, 1, True)
 
 
+@functools.cache
+def start_fork_server() -> None:
+    """Before `farcall.testing.cluster` does, which loads less; and before a test changes what processes inherit."""
+    forkserver.set_forkserver_preload(["tests.kit.preloaded"])
+    forkserver.ensure_running()
+
+
 @pytest.fixture(autouse=True)
 def nothing_outlives_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    if FOLDERS_WITH_CLUSTERS & set(request.node.path.parts):
+        start_fork_server()
     if not CHECKED_FOLDERS & set(request.node.path.parts):
         yield
         let_ports_go()

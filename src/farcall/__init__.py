@@ -3,132 +3,91 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from farcall.imports import importing_much
+from farcall.imports import gc_paused
 
 if TYPE_CHECKING:
-    from farcall import autograd as autograd
-    from farcall import debug as debug
-    from farcall import errors as errors
-    from farcall import nn as nn
-    from farcall import optim as optim
-    from farcall.api import (
-        _delete_all_user_and_unforked_owner_rrefs as _delete_all_user_and_unforked_owner_rrefs,
-    )
+    from farcall import autograd, debug, errors, nn, optim
+    from farcall.api import _delete_all_user_and_unforked_owner_rrefs as _delete_all_user_and_unforked_owner_rrefs
     from farcall.api import _rref_context_get_debug_info as _rref_context_get_debug_info
     from farcall.api import _set_rpc_timeout as _set_rpc_timeout
     from farcall.api import _use_rpc_pickler as _use_rpc_pickler
-    from farcall.api import all_gather as all_gather
-    from farcall.api import allow as allow
-    from farcall.api import barrier as barrier
-    from farcall.api import get_rpc_timeout as get_rpc_timeout
-    from farcall.api import get_worker_info as get_worker_info
-    from farcall.api import init_rpc as init_rpc
-    from farcall.api import member_events as member_events
-    from farcall.api import members as members
-    from farcall.api import metrics as metrics
-    from farcall.api import on_member as on_member
-    from farcall.api import publish as publish
-    from farcall.api import remote as remote
-    from farcall.api import rpc_async as rpc_async
-    from farcall.api import rpc_sync as rpc_sync
-    from farcall.api import shared_empty as shared_empty
-    from farcall.api import shutdown as shutdown
-    from farcall.api import subscribe as subscribe
-    from farcall.api import wait_all as wait_all
-    from farcall.ids import WorkerInfo as WorkerInfo
-    from farcall.launcher.cluster import Cluster as Cluster
-    from farcall.launcher.launch import launch as launch
-    from farcall.node import Node as Node
-    from farcall.observe.cluster import profile as profile
-    from farcall.options import LimitOptions as LimitOptions
-    from farcall.options import MembershipOptions as MembershipOptions
-    from farcall.options import MemoryOptions as MemoryOptions
-    from farcall.options import ObservingOptions as ObservingOptions
-    from farcall.options import RpcBackendOptions as RpcBackendOptions
-    from farcall.options import TlsOptions as TlsOptions
-    from farcall.rpc import functions as functions
-    from farcall.rpc.batches import batched as batched
-    from farcall.rpc.combine import as_completed as as_completed
-    from farcall.rpc.combine import gather as gather
-    from farcall.rpc.future import Future as Future
-    from farcall.rpc.handles import Worker as Worker
-    from farcall.rpc.handles import worker as worker
-    from farcall.rpc.mapping import map as map
-    from farcall.rpc.remote_tensor import RemoteTensor as RemoteTensor
-    from farcall.rpc.remote_tensor import share as share
-    from farcall.rpc.retry import Retry as Retry
-    from farcall.rpc.rref import RRef as RRef
-    from farcall.rpc.streams import Stream as Stream
-    from farcall.rpc.streams import outgoing as outgoing
-    from farcall.runtime.calls.scope import CurrentCall as CurrentCall
-    from farcall.runtime.calls.scope import current_call as current_call
-    from farcall.runtime.membership.events import MemberEvent as MemberEvent
-    from farcall.weights.parts import Part as Part
-    from farcall.weights.parts import publish_part as publish_part
-    from farcall.weights.parts import subscribe_parts as subscribe_parts
+    from farcall.api import (
+        all_gather,
+        allow,
+        barrier,
+        get_rpc_timeout,
+        get_worker_info,
+        init_rpc,
+        member_events,
+        members,
+        metrics,
+        on_member,
+        publish,
+        remote,
+        rpc_async,
+        rpc_sync,
+        shared_empty,
+        shutdown,
+        subscribe,
+        wait_all,
+    )
+    from farcall.ids import WorkerInfo
+    from farcall.launcher.cluster import Cluster
+    from farcall.launcher.launch import launch
+    from farcall.node import Node
+    from farcall.observe.cluster import profile
+    from farcall.options import (
+        LimitOptions,
+        MembershipOptions,
+        MemoryOptions,
+        ObservingOptions,
+        RpcBackendOptions,
+        TlsOptions,
+    )
+    from farcall.rpc import functions
+    from farcall.rpc.batches import batched
+    from farcall.rpc.combine import as_completed, gather
+    from farcall.rpc.future import Future
+    from farcall.rpc.handles import Worker, worker
+    from farcall.rpc.mapping import map
+    from farcall.rpc.remote_tensor import RemoteTensor, share
+    from farcall.rpc.retry import Retry
+    from farcall.rpc.rref import RRef
+    from farcall.rpc.streams import Stream, outgoing
+    from farcall.runtime.calls.scope import CurrentCall, current_call
+    from farcall.runtime.membership.events import MemberEvent
+    from farcall.weights.parts import Part, publish_part, subscribe_parts
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Cluster": "farcall.launcher.cluster",
-    "CurrentCall": "farcall.runtime.calls.scope",
-    "Future": "farcall.rpc.future",
-    "LimitOptions": "farcall.options",
-    "MemberEvent": "farcall.runtime.membership.events",
-    "MembershipOptions": "farcall.options",
-    "MemoryOptions": "farcall.options",
-    "Node": "farcall.node",
-    "ObservingOptions": "farcall.options",
-    "Part": "farcall.weights.parts",
-    "RRef": "farcall.rpc.rref",
-    "RemoteTensor": "farcall.rpc.remote_tensor",
-    "Retry": "farcall.rpc.retry",
-    "RpcBackendOptions": "farcall.options",
-    "Stream": "farcall.rpc.streams",
-    "TlsOptions": "farcall.options",
-    "Worker": "farcall.rpc.handles",
-    "WorkerInfo": "farcall.ids",
-    "_delete_all_user_and_unforked_owner_rrefs": "farcall.api",
-    "_rref_context_get_debug_info": "farcall.api",
-    "_set_rpc_timeout": "farcall.api",
-    "_use_rpc_pickler": "farcall.api",
-    "all_gather": "farcall.api",
-    "allow": "farcall.api",
-    "as_completed": "farcall.rpc.combine",
-    "autograd": "farcall",
-    "barrier": "farcall.api",
-    "batched": "farcall.rpc.batches",
-    "current_call": "farcall.runtime.calls.scope",
-    "debug": "farcall",
-    "errors": "farcall",
-    "functions": "farcall.rpc",
-    "gather": "farcall.rpc.combine",
-    "get_rpc_timeout": "farcall.api",
-    "get_worker_info": "farcall.api",
-    "init_rpc": "farcall.api",
-    "launch": "farcall.launcher.launch",
-    "map": "farcall.rpc.mapping",
-    "member_events": "farcall.api",
-    "members": "farcall.api",
-    "metrics": "farcall.api",
-    "nn": "farcall",
-    "on_member": "farcall.api",
-    "optim": "farcall",
-    "outgoing": "farcall.rpc.streams",
-    "profile": "farcall.observe.cluster",
-    "publish": "farcall.api",
-    "publish_part": "farcall.weights.parts",
-    "remote": "farcall.api",
-    "rpc_async": "farcall.api",
-    "rpc_sync": "farcall.api",
-    "share": "farcall.rpc.remote_tensor",
-    "shared_empty": "farcall.api",
-    "shutdown": "farcall.api",
-    "subscribe": "farcall.api",
-    "subscribe_parts": "farcall.weights.parts",
-    "wait_all": "farcall.api",
-    "worker": "farcall.rpc.handles",
+_NAMES = {
+    "farcall": "autograd debug errors nn optim",
+    "farcall.api": """
+        _delete_all_user_and_unforked_owner_rrefs _rref_context_get_debug_info _set_rpc_timeout
+        _use_rpc_pickler all_gather allow barrier get_rpc_timeout get_worker_info init_rpc member_events
+        members metrics on_member publish remote rpc_async rpc_sync shared_empty shutdown subscribe wait_all""",
+    "farcall.ids": "WorkerInfo",
+    "farcall.launcher.cluster": "Cluster",
+    "farcall.launcher.launch": "launch",
+    "farcall.node": "Node",
+    "farcall.observe.cluster": "profile",
+    "farcall.options": "LimitOptions MembershipOptions MemoryOptions ObservingOptions RpcBackendOptions TlsOptions",
+    "farcall.rpc": "functions",
+    "farcall.rpc.batches": "batched",
+    "farcall.rpc.combine": "as_completed gather",
+    "farcall.rpc.future": "Future",
+    "farcall.rpc.handles": "Worker worker",
+    "farcall.rpc.mapping": "map",
+    "farcall.rpc.remote_tensor": "RemoteTensor share",
+    "farcall.rpc.retry": "Retry",
+    "farcall.rpc.rref": "RRef",
+    "farcall.rpc.streams": "outgoing Stream",
+    "farcall.runtime.calls.scope": "current_call CurrentCall",
+    "farcall.runtime.membership.events": "MemberEvent",
+    "farcall.weights.parts": "Part publish_part subscribe_parts",
 }
+"""The public names, and those that programs for torch use, by the module that each comes from."""
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 _MODULES = ("autograd", "debug", "errors", "functions", "nn", "optim")
 
 __all__ = [
@@ -193,7 +152,7 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'farcall' has no attribute {name!r}")
-    with importing_much():
+    with gc_paused():
         found = import_module(f"{home}.{name}") if name in _MODULES else getattr(import_module(home), name)
     globals()[name] = found
     return found

@@ -1,13 +1,12 @@
 """The functions of `torch.distributed.rpc`, over the current runtime of this process.
 
-Each is a few lines; programs that want several nodes in a process use `farcall.Node`. The current runtime is kept by
-`farcall.runtime.node.current`; here are only the futures that a thread collects for `wait_all`, and torch's switch for
+Each is a few lines; programs that want several nodes in a process use `farcall.Node`. `farcall.runtime.node.current`
+keeps the current runtime; kept here are only the futures that a thread collects for `wait_all`, and torch's switch for
 leaked references.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from farcall.rpc.functions import Awaited
 from farcall.rpc.future import Future, call_async
 from farcall.rpc.references import NodeReferences, call_remote
 from farcall.rpc.rref import RRef
-from farcall.runtime.membership.events import MemberEvent, wait_for_lost_processes
+from farcall.runtime.membership.events import MemberEvent
 from farcall.runtime.node import current_runtime as current_runtime
 from farcall.runtime.node import runtime_of
 from farcall.runtime.node.current import STARTED, slot
@@ -45,9 +44,8 @@ logger: logging.Logger = logging.getLogger("farcall")
 
 Destination = str | int | WorkerInfo
 
-
 _ignore_rref_leak = True
-"""If False, where references are created is recorded, and a graceful `shutdown` raises if any is never given up."""
+"""False: record where each reference is created, and raise in a graceful `shutdown` if any is never given up."""
 _collecting = threading.local()
 
 
@@ -61,14 +59,14 @@ def init_rpc(
     """Make this process a member of a cluster, called ``name``; returns when all members are connected.
 
     With a ``world_size``, from the argument, the url or the environment, the group has that many members from the
-    first to the last moment. Without one, this process joins those that are there, at any time and with any rank that
-    is free, or is the first; and `shutdown` leaves while the others go on.
+    first to the last moment. Without one, this process joins the present members, at any time and with any free rank,
+    or is the first; and `shutdown` leaves while the others go on.
 
     Args:
         name: unique name; letters, digits, ``_``, ``:`` and ``-``, under 128 characters.
         backend: accepted for the sake of programs written for ``torch.distributed.rpc``; farcall has one backend.
         rank: unique number from 0 to ``world_size - 1``; may come from ``init_method`` or the environment instead.
-        world_size: number of members; may come from ``init_method`` or the environment. None: there is no such number.
+        world_size: number of members; may come from ``init_method`` or the environment. None: no fixed number.
         rpc_backend_options: see `RpcBackendOptions`.
     """
     if isinstance(backend, int) and not isinstance(backend, Enum):
@@ -89,19 +87,19 @@ def init_rpc(
 def allow(
     functions: Iterable[Any] = (), classes: Iterable[Any] = (), *, trust: Literal["calls", "data"] = "calls"
 ) -> None:
-    """Let others call, create and unpickle only these in this process, before it has a node.
+    """Let others call, create and unpickle only these in this process. Call it before this process has a node.
 
-    Everything else is refused by its name with ``NotAllowed``, before it is imported; callables that are sent by value
-    are refused, too. Plain values, containers, tensors and references always travel. Every member of a group must allow
-    something, or none of them: one that takes code cannot join one that does not.
+    Everything else is refused by its name with ``NotAllowed``, before it is imported; so are callables that are sent by
+    value. Plain values, containers, tensors and references always travel. Either all members of a group call this, or
+    none: one that takes code cannot join one that does not.
 
     Args:
         functions: functions of modules, or their names, ``"module:name"``.
-        classes: classes, or their names: they may be created, their instances sent here, and methods of those that this
-            process owns called through references, but for names that begin with an underscore.
+        classes: classes, or their names. Others may create instances and send them here, and call methods of those that
+            this process owns through references, except names that begin with an underscore.
         trust: with "data", this process unpickles nothing, whoever sends it: arguments and results are numbers, texts,
-            bytes, tuples, lists, dicts and CPU tensors; there are no classes, and no references. All members of a group
-            must say the same.
+            bytes, tuples, lists, dicts and CPU tensors, without classes or references. All members of a group must say
+            the same.
     """
     if STARTED:
         raise RuntimeError("call farcall.allow before init_rpc: the other members already know what this worker serves")
@@ -112,9 +110,9 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
     """Leave the cluster.
 
     Graceful: wait until all members have called this and all work everywhere is done; in a group without a fixed size,
-    until the calls made and served here are done, and the others know. With a ``timeout``, at most that many seconds,
-    after which `ShutdownTimeout` names the late workers. Otherwise leave at once. Either way this process can call
-    `init_rpc` again afterwards. A second shutdown does nothing.
+    until the calls made and served here are done, and the others know. A ``timeout`` bounds the wait, in seconds; after
+    it, `ShutdownTimeout` names the late workers. Not graceful: leave at once. Afterwards this process can call
+    `init_rpc` again. A second shutdown does nothing.
     """
     if slot.runtime is None and slot.was_filled:
         return
@@ -134,7 +132,7 @@ def get_worker_info(worker: Destination | None = None) -> WorkerInfo:
 
 
 def members() -> list[MemberInfo]:
-    """All workers of the cluster, by rank; in a group without a fixed size those that are there now.
+    """All workers of the cluster, by rank; in a group without a fixed size, the present ones.
 
     Each is its `WorkerInfo`, with ``unresponsive_s``: for how long it has answered nobody, or None.
     """
@@ -144,24 +142,25 @@ def members() -> list[MemberInfo]:
 def on_member(callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
     """Have ``callback`` told of workers that join, leave, fall silent, recover from that, or die.
 
-    It gets a `MemberEvent` (``kind``, ``worker``, ``incarnation``, ``why``), on a thread of its own kind: it may make
-    calls. Call the returned function to end that.
+    It gets a `MemberEvent` (``kind``, ``worker``, ``incarnation``, ``why``), on a worker thread, so it may make calls.
+    Call the returned function to end that.
     """
     return current_runtime().member_events.subscribe(callback)
 
 
 def member_events() -> AsyncIterator[MemberEvent]:
-    """The same as an async iterator: ``async for event in farcall.member_events()``; it ends with the node."""
+    """The events of `on_member` as an async iterator, which ends with the node: ``async for event in ...``."""
     return current_runtime().member_events.iterate()
 
 
 def metrics() -> Metrics:
-    """What this worker has done so far, and what it has now: calls, latencies, bytes, queues, references."""
+    """The counters and gauges of this worker: calls, latencies, bytes, queues, references."""
     from farcall.observe.metrics import collect
 
     return collect(current_runtime())
 
 
+# Two overloads, since mypy does not infer T from one union of coroutine, future and T.
 @overload
 def rpc_sync(
     to: Destination,
@@ -272,8 +271,8 @@ def remote(
 ) -> RRef[Any]:
     """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; return a reference to it at once.
 
-    What goes wrong there surfaces when the reference is first used. The arguments are those of `rpc_sync`;
-    ``timeout`` is how long the creation may take.
+    An error there is raised where the reference is first used. The arguments are those of `rpc_sync`; ``timeout`` is
+    how long the creation may take.
     """
     if retry is not None:
         from farcall.rpc.retry import remote_with
@@ -284,7 +283,7 @@ def remote(
 
 @contextmanager
 def wait_all() -> Iterator[None]:
-    """On leaving the block, wait for every `rpc_async` that this thread made in it; then the first error is raised."""
+    """At the end of the block, wait for every `rpc_async` that this thread made in it, then raise the first error."""
     outer: list[Future[Any]] | None = getattr(_collecting, "futures", None)
     futures: list[Future[Any]] = []
     _collecting.futures = futures
@@ -292,7 +291,7 @@ def wait_all() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        failure = error  # of the block itself: it comes before those of the calls, which are waited for all the same
+        failure = error  # the block's own error comes first, but its calls are waited for all the same
     finally:
         _collecting.futures = outer
     for future in futures:
@@ -308,15 +307,15 @@ _use_rpc_pickler = use_rpc_pickler
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 100.0) -> None:
-    """Give up every reference held by this worker; values here that no other worker refers to are freed.
+    """Give up every reference held by this worker, and free values here that no other worker refers to.
 
-    References that are on their way are waited for, at most ``timeout`` seconds.
+    Waits for references that are on their way, at most ``timeout`` seconds.
     """
     current_runtime().part(NodeReferences).drop_all(timeout)
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
-    """How many references there are here, under the names that ``torch.distributed.rpc`` uses."""
+    """The numbers of references here, under the names of ``torch.distributed.rpc``."""
     references = current_runtime().part(NodeReferences)
     counts = references.counts()
     return {
@@ -343,34 +342,34 @@ def barrier(worker_names: Iterable[str] | None = None, timeout: float | None = U
 
 
 def shared_empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """An uninitialised tensor in shared memory, which travels to workers on this host without being copied.
+    """An uninitialised tensor in shared memory, which travels to workers on this host without a copy.
 
-    Unlike every other argument it is passed *by reference* there: both sides look at the same memory, and a write of
-    one is seen by the other.
+    Unlike every other argument it is passed *by reference* there: both sides use the same memory, and each sees the
+    other's writes.
     """
     return current_runtime().shared_empty(shape, dtype)
 
 
 def publish(name: str, source: Any, keep: int = 2) -> Publication:
-    """Publish the tensors of ``source``; each `push` of what is returned makes their values a version.
+    """Publish the tensors of ``source``; each `push` of the returned publication makes their values a version.
 
-    This worker is the publisher of ``name`` from now on. If another one is, or was, this one takes over, and what the
-    other pushes is refused. Waits 2 s at most for workers that do not answer.
+    This worker is the publisher of ``name`` from now on. If another one is, or was, this one takes over, and the pushes
+    of the other are refused. Waits 2 s at most for workers that do not answer.
 
     Args:
-        name: what subscribers ask for.
-        source: a module, a state dict, or any dicts and lists of tensors inside each other. Values that are no tensors
-            travel, too; tensors that share memory go on doing so.
-        keep: how many versions stay readable at least; one that somebody reads stays in any case.
+        name: the name that subscribers ask for.
+        source: a module, a state dict, or any dicts and lists of tensors inside each other. Other values travel, too;
+            tensors that share memory go on doing so.
+        keep: how many versions stay readable at least; one that is being read stays in any case.
     """
     return weights_of(current_runtime()).publish(name, source, keep)
 
 
 def subscribe(name: str) -> Subscription:
-    """Read the versions of what any worker publishes under ``name``, now or some day. Runs no code of the publisher's.
+    """Read the versions that any worker publishes under ``name``, now or later. Runs no code of the publisher's.
 
-    On one host a version lies in memory that all subscribers look into. Close what is returned, or drop it, when no
-    more versions are wanted.
+    On one host, all subscribers read a version in the same memory. Close the returned subscription, or drop it, when
+    you want no more versions.
     """
     return weights_of(current_runtime()).subscribe(name)
 
@@ -385,15 +384,5 @@ def get_rpc_timeout() -> float | None:
     return current_runtime().timeout_s or None
 
 
-def _leave_at_exit() -> None:
-    """A program that ends without shutdown must neither hang nor crash: close what is open, wait for nobody."""
-    runtime = slot.runtime
-    if runtime is not None:
-        slot.runtime = None
-        runtime.ending.leave_at_exit()
-    wait_for_lost_processes()
-
-
-# What torch.compile compiles breaks its graph at a call, once, and does not go on inside of farcall.
+# A function under torch.compile breaks its graph once at a call; torch does not compile farcall itself.
 when_imported("torch._dynamo.trace_rules", lambda rules: rules.add("farcall"))
-atexit.register(_leave_at_exit)

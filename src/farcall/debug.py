@@ -1,7 +1,7 @@
 """A look inside a running node: for people, and for tests.
 
-Public as ``farcall.debug``. Everything here is a picture of one moment; `trace_references` alone changes something: how
-much is recorded.
+Public as ``farcall.debug``. Every function gives a picture of one moment, but `trace_references`, which sets how much
+is recorded.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     RpcError (RuntimeError)
     ├── NotInitialized          no node here yet, or shut down, or this is a forked child
-    │   └── Expelled              the other members hold this node for dead
+    │   └── Expelled              the other members have declared this node dead
     ├── InitError               this node could not become a member
     │   ├── DuplicateName         two members asked for one name
     │   ├── BadRank               rank or world size make no sense
@@ -15,7 +15,7 @@
     │   ├── NotPicklable (TypeError too)   a type that pickle does not know
     │   ├── CorruptWeights        bytes of a version of weights are not those that were pushed
     │   ├── FunctionNotFound      the callee has no such function
-    │   └── NotAllowed            the callee serves only what its program names, and this is not among it
+    │   └── NotAllowed            the callee serves only what its program names, and this is not on that list
     ├── RemoteError             the callee raised something that cannot be rebuilt here
     ├── NetworkError            the call's fate depends on the network (``.delivery``)
     │   ├── Overloaded            too many calls wait at the callee, which did not run this one
@@ -80,11 +80,11 @@ class RpcError(RuntimeError):
 
 
 class NotInitialized(RpcError):
-    """There is no running node in this process."""
+    """This process has no running node."""
 
 
 class Expelled(NotInitialized):
-    """The other members have declared this node dead: it did not answer for too long. It joins again, if it can."""
+    """The other members have declared this node dead, after too long a silence. It joins again, if it can."""
 
 
 class InitError(RpcError):
@@ -96,15 +96,15 @@ class DuplicateName(InitError):
 
 
 class BadRank(InitError, ValueError):
-    """The rank or the world size given makes no sense."""
+    """The rank or the world size makes no sense."""
 
 
 class BadDeviceMap(InitError, ValueError):
-    """A device map leads from or to a device, or to a worker, that is not there; every member is told alike."""
+    """A device map names a device or a worker that is not there. Every member gets this error."""
 
 
 class WrongSecret(InitError):
-    """Another worker has another secret, or none: what it wrote proves nothing here."""
+    """Another worker has another secret, or none, so it cannot prove itself here."""
 
 
 class MissingPeers(InitError, TimeoutError):
@@ -116,7 +116,7 @@ class MissingPeers(InitError, TimeoutError):
 
 
 class LaunchFailed(InitError):
-    """Workers that this program launched did not start; ``missing`` has what is known of each, by name."""
+    """Workers that this program launched did not start; ``missing`` tells about each, by name."""
 
     def __init__(self, message: str, missing: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -124,7 +124,7 @@ class LaunchFailed(InitError):
 
 
 class UnknownWorker(RpcError, ValueError):
-    """No member of this cluster has the name or rank given."""
+    """No member of this cluster has that name or rank."""
 
 
 class SerializationError(RpcError):
@@ -132,7 +132,7 @@ class SerializationError(RpcError):
 
 
 class NotPicklable(SerializationError, TypeError):
-    """Something of a type that pickle does not know: a TypeError, as it is with pickle alone."""
+    """A value of a type that pickle does not know: a TypeError, too, as pickle's own is."""
 
 
 class CorruptWeights(SerializationError):
@@ -140,11 +140,11 @@ class CorruptWeights(SerializationError):
 
 
 class FunctionNotFound(SerializationError, AttributeError):
-    """The function named by the caller does not exist on the callee."""
+    """The callee has no function of that name."""
 
 
 class NotAllowed(SerializationError):
-    """The receiver serves, and unpickles, only what its program names (`farcall.allow`); this is not among it."""
+    """The receiver serves and unpickles only the names that its program allows (`farcall.allow`), and not this one."""
 
 
 class RemoteError(RpcError):
@@ -161,7 +161,7 @@ class RemoteError(RpcError):
 
 
 class RemoteTraceback(Exception):
-    """The cause of an exception that a remote function raised: where, on the other worker, it came from."""
+    """The cause of an exception that a remote function raised: its traceback on the other worker."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -182,7 +182,7 @@ class Delivery(StrEnum):
 
 
 class NetworkError(RpcError):
-    """The network, or a callee too busy to take the call, failed it; not the callee's code."""
+    """The network failed the call, or a callee too busy to take it; not the callee's code."""
 
     def __init__(self, message: str, delivery: Delivery = Delivery.UNKNOWN) -> None:
         super().__init__(message)
@@ -207,8 +207,8 @@ class Overloaded(NetworkError):
     """A worker had more calls waiting than it allows, and did not run this one: it is safe to make it again, later.
 
     ``worker`` is the callee (a `WorkerInfo`), ``queued`` the number of calls that waited there, and ``limit`` the most
-    that may. Raised only where the caller's option ``when_overloaded`` is "fail". An error that a remote function
-    raised (it has a ``remote_traceback``) is about a call that the function made.
+    that may. Raised only where the caller's option ``when_overloaded`` is "fail". With a ``remote_traceback``, it is
+    about a call that the remote function made.
     """
 
     def __init__(
@@ -226,18 +226,18 @@ class Overloaded(NetworkError):
 
 
 class AnswerLost(NetworkError):
-    """The callee executed the function, but the connection broke before all of its answer, a large one, had arrived."""
+    """The callee executed the function, but a connection broke before all of its large answer had arrived."""
 
     def __init__(self, message: str, delivery: Delivery = Delivery.EXECUTED) -> None:
         super().__init__(message, delivery)
 
 
 class ReferenceLost(NetworkError):
-    """The owner of a reference's value is gone, or the value never came to be there."""
+    """The owner of a reference's value is gone, or never had that value."""
 
 
 class HandshakeRefused(NetworkError, ConnectionError):
-    """A connection was refused before any user data was looked at."""
+    """A connection was refused before any user data was read."""
 
 
 class RpcTimeout(RpcError, TimeoutError):
@@ -253,7 +253,7 @@ class PublicationClosed(RpcError):
 
 
 class Superseded(RpcError):
-    """Another worker has taken over the name that this one published; the message says who."""
+    """Another worker, which the message names, has taken over the name that this one published."""
 
 
 class ReferenceLeak(RpcError):

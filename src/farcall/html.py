@@ -1,4 +1,4 @@
-"""Tables for notebooks: what ``_repr_html_`` of nodes, references, members and metrics returns.
+"""Tables for notebooks, for ``_repr_html_`` of nodes, references, members and metrics.
 
 Knows none of them, and no style but the notebook's own.
 """

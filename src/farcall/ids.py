@@ -27,7 +27,7 @@ class WorkerInfo(NamedTuple):
 
 
 class MemberInfo(WorkerInfo):
-    """A worker as a member: equal to its `WorkerInfo`, and how it is doing."""
+    """A worker as a member, and whether it answers; equal to its `WorkerInfo`."""
 
     unresponsive_s: float | None = None
     """For how long it has answered nobody, though it is not dead: it is busy, or stopped. None: it answers."""

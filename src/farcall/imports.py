@@ -1,4 +1,4 @@
-"""Functions to be called once a module has been imported; and imports of many modules at once.
+"""Functions to be called once a module has been imported; and pauses of the garbage collector.
 
 Must cost next to nothing and import nothing of farcall's: `farcall.pth` uses it at the start of processes that may
 never need any of the rest.
@@ -15,41 +15,53 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
+from types import FrameType, ModuleType
 
 
 @contextmanager
-def importing_much() -> Iterator[None]:
-    """Let the garbage collector rest: what modules make stays, and looking through torch's takes longer than all else.
+def gc_paused() -> Iterator[None]:
+    """Pause the garbage collector where many objects are made that stay: searching torch's takes most of the time.
 
-    Threads may do this at the same time: each that found it at work sets it to work again. So does a child that
-    another thread forks meanwhile, where this one does not exist.
+    Several threads may do this at once: the last one to end enables the collector again, if the first one found it
+    enabled. So does a child forked by another thread meanwhile, in which this thread does not exist.
     """
-    was_at_work = gc.isenabled()
-    if was_at_work:
-        _RESTING.append(None)
-    gc.disable()
+    with _LOCK:
+        _PAUSES.append(_PAUSES[0] if _PAUSES else gc.isenabled())
+        gc.disable()
     try:
         yield
     finally:
-        if was_at_work:
-            gc.enable()
-            if _RESTING:  # it is empty in a child that was forked from in here
-                _RESTING.pop()
+        with _LOCK:
+            if _PAUSES and _PAUSES.pop() and not _PAUSES:  # it was empty in a child that was forked from in here
+                gc.enable()
 
 
-_RESTING: list[None] = []
-"""One for each thread for which the garbage collector rests."""
+def current_frames() -> dict[int, FrameType]:
+    """The innermost frame of each thread, without a garbage collection amid.
+
+    ``sys._current_frames`` holds the interpreter's lock of threads while it makes frame objects, which may start a
+    collection, whose callbacks may let another thread run. If that one starts or ends a thread, it waits for the lock,
+    and the interpreter stands still for ever (Python 3.11; python/cpython#106883).
+    """
+    with gc_paused():
+        return sys._current_frames()
 
 
-def _work_in_child() -> None:
-    if _RESTING:
-        _RESTING.clear()
+_LOCK = threading.RLock()  # a signal handler or a destructor may come in between
+_PAUSES: list[bool] = []
+"""One for each thread that has paused the garbage collector: was it enabled before?"""
+
+
+def _enable_in_child() -> None:
+    global _LOCK
+    _LOCK = threading.RLock()  # the other one may be held by a thread that the child does not have
+    if _PAUSES and _PAUSES[0]:
         gc.enable()
+    _PAUSES.clear()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_work_in_child)
+    os.register_at_fork(after_in_child=_enable_in_child)
 
 
 def find_and_then(
@@ -110,7 +122,7 @@ class _Waiting(importlib.abc.MetaPathFinder):
 
 
 class Loading(importlib.abc.MetaPathFinder):
-    """The modules of one package that this thread is loading: something can be done once it loads none.
+    """The imports of one package, watched: work that needs complete modules waits for the end of the outermost.
 
     Inside an import, a module that is being loaded further out is incomplete, and must not be used.
     """

@@ -1,10 +1,10 @@
 """`farcall.Node`: a member of a cluster as an object, for programs that want more than one in a process.
 
-A node *has* a runtime, from its start on, and shows the vocabulary of calls over it. The module-level functions of
-`farcall.api` do the same over the current runtime. Owns the list of the layers that every runtime is started with.
+A node *has* a runtime, from its start on, and offers the vocabulary of calls over it. The module-level functions of
+`farcall.api` do the same over the current runtime. Owns the list of layers that every runtime starts with.
 
-A program pays for what it uses: layers and functions beyond plain calls are imported where they are first used. By
-then the program's threads run, so each import is a function's first line, and what it makes is one `Runtime.part`.
+A program pays only for the layers it uses: those beyond plain calls are imported at their first use. By then the
+program's threads run, so each import is a function's first line, and each layer is one `Runtime.part`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Node:
     Args:
         name: unique name; letters, digits, ``_``, ``:`` and ``-``, under 128 characters.
         rank: unique number, below ``world_size`` if there is one.
-        world_size: number of members; None: the group has no fixed size, unless the environment or the url says one.
+        world_size: number of members; None: that of the environment or the url, else the group has no fixed size.
         options: see `RpcBackendOptions`.
     """
 
@@ -119,7 +119,7 @@ class Node:
         try:
             return self._start(self._lifecycle)
         except GroupIsOver as error:
-            # Its last members left just now. A worker that comes back to this place makes a new group.
+            # The group's last members left just now. A worker that comes back to this place makes a new group.
             self._lifecycle = Lifecycle(self._lifecycle.name)
             self._lifecycle.move("start")
             return self._start(self._lifecycle, over=error.cluster_id)
@@ -135,7 +135,7 @@ class Node:
             self._rank,
             self._world_size,
             self._options,
-            parts=(Recorder, NodeReferences, _load_later, Observability),
+            parts=(Recorder, NodeReferences, _start_engine, _load_later, Observability),
             make_calls=make_calls,
             come_back=self._come_back,
             way_back=way_back,
@@ -155,11 +155,11 @@ class Node:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an exception the others may be waiting for calls that never come: do not wait for them.
+        # After an exception the others may wait for calls that never come: do not wait for them.
         self.shutdown(graceful=kind is None)
 
     async def __aenter__(self) -> Self:
-        # On a thread of its own: meeting the others takes as long as they do, and the event loop goes on meanwhile.
+        # On a thread of its own: the others may take long to come, and the event loop must go on meanwhile.
         await asyncio.to_thread(self.__enter__)
         return self
 
@@ -338,23 +338,23 @@ class Node:
         return weights_of(self._runtime).subscribe(name)
 
     def metrics(self) -> Metrics:
-        """What this worker has done so far, and what it has now: see `farcall.observe.metrics.Metrics`."""
+        """The counters and gauges of this worker: see `farcall.observe.metrics.Metrics`."""
         from farcall.observe.metrics import collect
 
         return collect(self._runtime)
 
     def snapshot(self) -> WorkerSnapshot:
-        """The calls that this worker makes and serves at this moment, and where its threads are."""
+        """The calls that this worker makes and serves at this moment, and the stacks of its threads."""
         return take_snapshot(self._runtime)
 
     @property
     def metrics_port(self) -> int | None:
-        """Where metrics are served for Prometheus, if they are."""
+        """The port that serves metrics for Prometheus, if any."""
         return None if self._started is None else self._started.part(Observability).metrics_port
 
     @property
     def dashboard_url(self) -> str | None:
-        """Where the live page is, if it is served."""
+        """The address of the live page, if it is served."""
         return None if self._started is None else self._started.part(Observability).dashboard_url
 
 
@@ -372,7 +372,7 @@ def _streams_of(runtime: Runtime) -> Streams:
 
 
 def _load_later(runtime: Runtime) -> None:
-    """Have the layers that most programs never use loaded by the first message for them."""
+    """Have the first message for a layer that most programs never use load it."""
     pushed = (weights_messages.BlockOffered, weights_messages.VersionPushed)
     runtime.hooks.on_first(get_args(weights_messages.Message), lambda: weights_of(runtime), in_order=pushed)
     credit = (StreamCredit, StreamClosed)
@@ -380,10 +380,18 @@ def _load_later(runtime: Runtime) -> None:
     runtime.server.stream_request = lambda server, peer, frame: _streams_of(runtime).request(server, peer, frame)
 
 
+def _start_engine(runtime: Runtime) -> None:
+    """Start the transfer engine, if the options name one: its errors are errors of `init_rpc`, not of a later copy."""
+    if runtime.options.memory.transfer_engine is not None:
+        from farcall.rpc.transfers import Transfers
+
+        runtime.part(Transfers)
+
+
 def leave(runtime: Runtime, graceful: bool, timeout_s: float, checks_leaks: bool) -> None:
-    """Have the node leave its cluster; with ``checks_leaks``, raise if a value was held to the last."""
+    """Have the node leave its cluster; with ``checks_leaks``, raise if references were held to the last."""
     if not runtime.running:
-        runtime.shutdown(graceful, timeout_s)  # an expelled node is ending by itself: wait for that
+        runtime.shutdown(graceful, timeout_s)  # waits for an expelled node, which ends by itself
         return
     references = runtime.part(NodeReferences).shutdown
     references.checks_leaks = checks_leaks and graceful

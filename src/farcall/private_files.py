@@ -1,8 +1,8 @@
 """Directories and files that nobody but this user may enter, read or write: checked, not hoped for.
 
-Knows no other part. A user who may write to a directory of ours could put files there, and one who may read it could
-read keys; so owner and mode are checked before a file is used, and a symbolic link never is. `fingerprint` tells when
-files have changed, for readers that read theirs again.
+Another user with write access to a directory could put files there, and one with read access could read keys. So owner
+and mode are checked before a file is used, and a symbolic link never is. `fingerprint` tells when files have changed,
+for readers that read theirs again. Knows no other part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Fingerprint: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 
 
 def fingerprint(paths: Iterable[str]) -> Fingerprint:
-    """What changes whenever one of these files does."""
+    """A value that changes whenever one of these files does."""
     found: list[tuple[int, int, int] | None] = []
     for path in paths:
         try:
@@ -31,14 +31,22 @@ def fingerprint(paths: Iterable[str]) -> Fingerprint:
 
 
 def runtime_directory(chosen: str | None = None) -> Path:
-    """The directory for what lives as long as processes of this user: presence files, sockets, this user's key."""
+    """The directory for presence files, sockets and the key of this user."""
     if chosen is not None:
         return Path(chosen)
     of_session = os.environ.get("XDG_RUNTIME_DIR")
-    # Not that of another user, whose variable `sudo -E` keeps: what root makes there would be in that user's way.
+    # Not that of another user, whose variable `sudo -E` keeps: files of root there would be in that user's way.
     if of_session and os.path.isdir(of_session) and os.stat(of_session).st_uid == os.getuid():
         return Path(of_session) / "farcall"
     return Path(tempfile.gettempdir()) / f"farcall-{os.getuid()}"
+
+
+def pid_namespace() -> int:
+    """The namespace of this process's id, since containers may share a runtime directory; 0: unknown."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def private_directory(directory: Path) -> Path:
@@ -58,6 +66,24 @@ def check_private(directory: Path) -> None:
         )
 
 
+def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Write ``path``, or replace it: readers see all of it or nothing."""
+    os.replace(_write_beside(path, content, mode), path)
+
+
+def _write_beside(path: Path, content: bytes, mode: int) -> Path:
+    """A new file beside ``path``, which no link or file of another user can take the place of."""
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+    except OSError:
+        partial.unlink()
+        raise
+    return partial
+
+
 def private_bytes(directory: Path, name: str, size_bytes: int) -> bytes:
     """The random bytes of this user in the file ``name``, made at first use; raises ``OSError``."""
     path = private_directory(directory) / name
@@ -65,22 +91,14 @@ def private_bytes(directory: Path, name: str, size_bytes: int) -> bytes:
         try:
             return _read(path, size_bytes)
         except FileNotFoundError:
-            _make(path, secrets.token_bytes(size_bytes))
+            partial = _write_beside(path, secrets.token_bytes(size_bytes), 0o600)
+            try:
+                os.link(partial, path)  # of several processes that make the file, one does
+            except FileExistsError:
+                pass
+            finally:
+                partial.unlink()
     return _read(path, size_bytes)
-
-
-def _make(path: Path, content: bytes) -> None:
-    """Readers see the whole file or none; of several that make it, one does."""
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.link(partial, path)
-    except FileExistsError:
-        pass
-    finally:
-        partial.unlink()
 
 
 def _read(path: Path, size_bytes: int) -> bytes:

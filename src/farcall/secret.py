@@ -1,15 +1,15 @@
 """The secret that every member of a cluster proves: given as a value, or in a file that is read again when it changes.
 
-A file has one secret, or two while the secret is being changed, one to a line. A process proves the first of them and
-lets in peers that prove either. So no member is ever shut out if every file goes through these states, all of them
-through one before any goes to the next:
+A file has one secret, or two while the secret is being changed, one to a line. A process proves the first and lets in
+peers that prove either. To change the secret without shutting a member out, bring all files to one of these states
+before any goes on to the next:
 
-    old     before
-    old new everybody proves the old one, and knows the new one
-    new old everybody proves the new one, and members with the old one are let in
-    new     after: the old one opens nothing any more
+    old       before
+    old, new  all members prove the old one, and know the new one
+    new, old  all members prove the new one, and let in those with the old one
+    new       after: the old one opens nothing any more
 
-A file that cannot be used is left alone, with a warning, and what it said before holds. Knows nothing of proofs.
+Where the changed file cannot be used, its earlier contents hold, and a warning is logged. Knows nothing of proofs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _MOST = 2
 
 
 class Secret:
-    """What one process knows of it. Mutable: what the file said last. For any thread."""
+    """The secret as one process knows it, for any thread. Mutable: the contents of the file."""
 
     __slots__ = ("_lock", "_seen", "_values", "path")
 
     def __init__(self, value: bytes = b"", *, path: str = "") -> None:
-        """``value``, or what is in the file ``path``; raises ``ValueError`` where that cannot be used."""
+        """``value``, or the contents of the file ``path``; raises ``ValueError`` where they cannot be used."""
         self.path: str = path
         self._lock = threading.Lock()
         self._seen: Fingerprint = fingerprint([path]) if path else ()
@@ -59,7 +59,7 @@ class Secret:
 def _read(path: str) -> tuple[bytes, ...]:
     try:
         with open(path, "rb") as file:
-            # Not whether others may read it: secrets that containers are given often are readable to all in there.
+            # Others may read it: secrets that are mounted into containers often are readable to all in there.
             if os.fstat(file.fileno()).st_mode & 0o022:
                 raise ValueError(f"others may write to {path}: run chmod 600 {path}")
             content = file.read(_MAX_FILE_BYTES)
@@ -69,15 +69,18 @@ def _read(path: str) -> tuple[bytes, ...]:
     if not 1 <= len(found) <= _MOST:
         raise ValueError(f"{path} has {len(found)} lines: write one secret, or two while you change it, one to a line")
     for one in found:
-        check_secret(one, path)
+        check_secret(path, one)
     return found
 
 
-def check_secret(value: bytes, where: str) -> None:
-    """Raise ``ValueError`` for a secret that is too short; ``where`` names its place."""
-    if len(value) < MIN_SECRET_BYTES:
+def check_secret(where: str, value: object) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for a secret that cannot be used; ``where`` names its place."""
+    if not isinstance(value, str | bytes):
+        raise TypeError(f"{where} must be str or bytes, not {type(value).__name__}")
+    size_bytes = len(value.encode() if isinstance(value, str) else value)
+    if size_bytes < MIN_SECRET_BYTES:
         # The value stays out of the text: errors end up in logs.
         raise ValueError(
-            f"{where}: a secret must be at least {MIN_SECRET_BYTES} bytes long, this one has {len(value)}: "
+            f"{where}: a secret must be at least {MIN_SECRET_BYTES} bytes long, this one has {size_bytes}: "
             "make one with python -c 'import secrets; print(secrets.token_hex(32))'"
         )

@@ -30,7 +30,8 @@ from typing import Any
 from tests.conformance import suite
 from tests.conformance.rank import SHOW_STACKS_AND_DIE, Rank, ShortEnd, skip_reasons, world_size
 
-# A rank that waits for one that has failed mostly fails by itself, with an error worth reading.
+# A rank that waits for one that has failed mostly fails by itself, with an error worth reading; it may even be the
+# cause, and say so last. It gets as long as the first one took, since the machine may be slow, and at least this.
 AFTER_FAILURE_S = 10.0
 # To write the stacks of all threads; then SIGKILL.
 TO_DIE_S = 5.0
@@ -70,7 +71,8 @@ class Running:
     def ended(self, rank: int, status: int) -> None:
         self.codes[rank] = os.waitstatus_to_exitcode(status)
         if self._failed() and not self.asked_to_die:
-            self.deadline = min(self.deadline, time.monotonic() + AFTER_FAILURE_S)
+            now = time.monotonic()
+            self.deadline = min(self.deadline, now + max(AFTER_FAILURE_S, now - self.started))
 
     @property
     def alive(self) -> list[int]:
@@ -111,7 +113,7 @@ class Running:
         lines = []
         if set(self.late) == set(self.codes):
             lines.append(f"no rank has ended within {self.bound_s:g} s; the stacks show where they were")
-        for rank in sorted(self.codes):
+        for rank in self.codes:  # in the order of their ends
             how = "was still running, shown is where" if rank in self.late else f"ended with {self.codes[rank]}"
             text = (self.folder / f"rank{rank}.log").read_text(errors="replace").strip()
             lines.append(f"----- rank {rank} {how}")

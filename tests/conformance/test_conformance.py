@@ -12,11 +12,9 @@ import pytest
 import torch
 from tests.conformance.client import SuiteRun
 from tests.conformance.listing import complaint, not_passed, sorted_tests
+from tests.kit.distribution import only_one_worker
 
 from farcall.torchscript.extension import why_not
-
-# One worker asks the suite servers for everything: each of several would ask for all of it.
-pytestmark = pytest.mark.xdist_group("conformance")
 
 LISTED = not_passed(torch.cuda.device_count())
 # A part of the suite at a time: each has a server of its own, and only one is to be busy.
@@ -26,8 +24,9 @@ NEEDS_EXTENSION = "b"  # suite.json
 
 
 @pytest.fixture(scope="module")
-def run(request: pytest.FixtureRequest) -> Iterator[SuiteRun]:
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SuiteRun]:
     """Everything that this session will ask for, on its way already when the first item waits for its result."""
+    only_one_worker("PyTorch's suite", tmp_path_factory)
     wanted = {
         item.callspec.params["test"]
         for item in request.session.items

@@ -11,9 +11,6 @@ from tests.conformance.listing import NotPassed, complaint, not_passed
 from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
-# One worker asks the suite server for every sample.
-pytestmark = pytest.mark.xdist_group("conformance driver")
-
 ENDING = (
     "passes",
     "fails_on_the_last_rank",

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
+from tests.kit.stopping import stop
 from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.options import MembershipOptions
 from farcall.testing.cluster import start_processes, temporary_file_url
+from farcall.transport import tcp
 
 QUICK = MembershipOptions(probe_interval_s=0.2, probe_timeout_s=0.1, suspicion_s=0.5, reconnect_s=0.5)
 HELD_S = 4
@@ -192,3 +195,33 @@ def test_twenty_seconds_with_the_defaults(tmp_path: Any) -> None:
         waits = found.node.rpc_async("w1", int, ("7",), timeout=2 * LONG_S)
         assert (held.wait(), waits.wait()) == ("held", 7)
         found.check_nobody_lost()
+
+
+def _serve_with_a_short_queue(process: int, url: str, options: dict[str, Any], end: str) -> None:
+    tcp._BACKLOG = 2
+    _serve(process, url, [[1]], 2, options, end)
+
+
+def test_attempts_to_reach_a_stopped_member_do_not_fill_the_queue_of_its_kernel(tmp_path: Any) -> None:
+    """A kernel whose queue is full drops what comes, as a host that is gone would: then it would be declared dead."""
+    url, end = temporary_file_url(), str(tmp_path / "end")
+    options = {"membership": QUICK, "transports": ["tcp"], "rpc_timeout": 4 * LONG_S}
+    node = farcall.Node("w0", 0, 2, farcall.RpcBackendOptions(init_method=url, **options))
+    (process,) = start_processes(1, _serve_with_a_short_queue, url, options, end)
+    try:
+        node.start()
+        died: list[str] = []
+        node.on_member(lambda event: died.append(event.worker.name) if event.kind == "dead" else None)
+        stop(process.pid)
+        node._runtime.others()[0].link.interrupt("cut")
+        # Ten times as long as it takes to give up a host that does not answer.
+        wait_until(lambda: died or (node.members()[1].unresponsive_s or 0.0) > 10 * QUICK.reconnect_s)
+        process.kill(signal.SIGCONT)
+        assert node.rpc_sync("w1", abs, (-1,)) == 1
+        assert not died
+    finally:
+        process.kill(signal.SIGCONT)
+        (tmp_path / "end").touch()
+        process.collect(4 * LONG_S + monotonic())
+        process.end()
+        node.shutdown(graceful=False)

@@ -25,6 +25,7 @@ import farcall
 from farcall import api
 from farcall.errors import Delivery, MissingPeers, RpcTimeout
 from farcall.runtime.membership import events
+from farcall.runtime.node.ending import leave_at_exit
 from farcall.testing.cluster import finish, start_cluster, start_processes, temporary_file_url
 
 
@@ -270,9 +271,9 @@ def raise_or_shut_down(rank: int, url: str) -> None:
     events.ENDS_S = 4 * LONG_S  # type: ignore[misc]  # a busy machine may take long to end a process
     if rank == 0:
         # Its process takes long to end after its node has ended.
-        atexit.unregister(api._leave_at_exit)
+        atexit.unregister(leave_at_exit)
         atexit.register(time.sleep, 1.0)
-        atexit.register(api._leave_at_exit)
+        atexit.register(leave_at_exit)
         farcall.barrier()
         raise ValueError("the cause")
     farcall.barrier()

@@ -23,7 +23,7 @@ import farcall
 import farcall.autograd as dist_autograd
 from farcall.errors import Cancelled, Delivery, NetworkError, Overloaded, PeerDead, ReferenceLost, RpcTimeout
 from farcall.options import LimitOptions
-from farcall.rpc.owner_methods import fetch
+from farcall.rpc.owned_values import fetch
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.calls import executor
 from farcall.runtime.node import runtime_of

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import descriptors, segments
-from tests.faults.soak_load import Outcome, double, execute, journal, start_load, work
+from tests.faults.soak_journal import calls, executed, lives, untruth
+from tests.faults.soak_load import Load, double, execute, journal, note_life, start_load, work
 from tests.kit.stopping import stop
 
 import farcall
@@ -49,8 +50,7 @@ OPTIONS: dict[str, Any] = {
     "num_worker_threads": 4,
 }
 NAMES = ["here", "calm", *(f"w{number}" for number in range(DISTURBED))]
-TRUTHFUL = {"PeerDead", "RpcTimeout", "ReferenceLost", "AnswerLost", "NetworkError", "UnknownWorker"}
-OF_THE_EXPELLED = {"Expelled", "NotInitialized", "Cancelled"}
+LOAD = Load(NAMES, SEED)
 
 
 def wait_until(condition: Callable[[], Any], what: str, bound_s: float = BOUND_S) -> None:
@@ -69,7 +69,7 @@ class Worker:
         self.process: WorkerProcess
         self.frozen: list[tuple[int, float, float]] = []
         """Which process stood still, from when to when."""
-        self._args = (rank, url, NAMES, directory, SEED, OPTIONS)
+        self._args = (rank, url, directory, LOAD, OPTIONS)
         self.start()
 
     def start(self) -> None:
@@ -204,7 +204,7 @@ def soak(directory: str) -> Iterator[Soak]:
     here = journal(directory)
     node = farcall.Node(NAMES[0], 0, options=farcall.RpcBackendOptions(init_method=url, **OPTIONS))
     node.start()
-    here.write("lives", runtime_of(node).info.name, incarnation_text(runtime_of(node).me.incarnation), monotonic())
+    note_life(node)
     workers = [Worker(rank, url, directory) for rank in range(1, len(NAMES))]
     try:
         wait_until(lambda: len(node.workers()) == len(NAMES), "not all have come")
@@ -232,7 +232,7 @@ def test_calls_end_truthfully_whoever_is_killed_or_stopped(tmp_path: Path) -> No
         for name in NAMES[1:]:
             node.rpc_sync(name, double, (f"first.{name}", torch.ones(300_000)))
         held_before = held()
-        threads = start_load(node, NAMES, SEED, stop.exists)
+        threads = start_load([node], LOAD, stop.exists)
         found.run()
         wait_until(lambda: len(node.workers()) == len(NAMES), "not all have come back")
         stop.touch()
@@ -255,14 +255,9 @@ def test_calls_end_truthfully_whoever_is_killed_or_stopped(tmp_path: Path) -> No
 
 def check(directory: Path, found: Soak) -> None:
     """Read the journals."""
-    ran = Counter(line for path in directory.glob("ran-*") for line in path.read_text().splitlines())
+    ran, lived = executed(directory), lives(directory)
     twice = [call_id for call_id, count in ran.items() if count > 1]
     assert not twice, f"seed {SEED}: executed more than once: {twice[:5]}"
-    lives = {}
-    for path in directory.glob("lives-*"):
-        for line in path.read_text().splitlines():
-            _, incarnation, _ = line.split()
-            lives[incarnation] = int(path.name.partition("-")[2])
     frozen = defaultdict(list)
     for worker in found.workers:
         for pid, since, until in worker.frozen:
@@ -270,30 +265,23 @@ def check(directory: Path, found: Soak) -> None:
     stayed = {os.getpid(), *(worker.process.pid for worker in found.workers)}
     outcomes: Counter[str] = Counter()
     wrong: list[str] = []
-    for path in directory.glob("calls-*"):
-        pid = int(path.name.partition("-")[2])
-        begun: dict[str, list[str]] = {}
-        for line in path.read_text().splitlines():
-            what, call_id, when, *rest = line.split(" ", 3)
-            if what == "begin":
-                begun[call_id] = [when, *rest[0].split()]
-                continue
-            since, kind, to, timeout_s = begun.pop(call_id)
-            took_s = float(when) - float(since)
-            took_s -= sum(max(0.0, min(float(when), b) - max(float(since), a)) for a, b in frozen[pid])
-            outcome = read(rest[0])
-            outcomes[f"{outcome.error} {outcome.delivery}".strip() or "result"] += 1
-            said = f"{call_id} (kind {kind}, to {to}, {timeout_s} s) took {took_s:.2f} s, ran {ran[call_id]}: {outcome}"
-            # A reference is made and then fetched, each within the timeout.
-            if took_s > float(timeout_s) * (2 if kind == "7" else 1) + LATE_S:
-                wrong.append(f"too late: {said}")
-            if problem := untruth(outcome, ran[call_id], kind, pid in stayed):
-                wrong.append(f"{problem}: {said}")
-            # To one that was expelled all others are gone, before it knows why.
-            if pid in stayed and lives.get(outcome.incarnation) in stayed:
-                wrong.append(f"it lives: {said}")
-        if pid in stayed and begun:
-            wrong.append(f"never ended: {begun}")
+    for call in calls(directory):
+        is_of_one_that_stayed = call.pid in stayed
+        if call.ended_at is None:
+            if is_of_one_that_stayed:
+                wrong.append(f"never ended: {call}")
+            continue
+        took_s = call.ended_at - call.begun_at
+        took_s -= sum(max(0.0, min(call.ended_at, b) - max(call.begun_at, a)) for a, b in frozen[call.pid])
+        outcome, times = call.outcome, ran[call.call_id]
+        outcomes[f"{outcome.error} {outcome.delivery}".strip() or "result"] += 1
+        if took_s > call.bound_s + LATE_S:
+            wrong.append(f"too late: ran {times}, took {took_s:.2f} s: {call}")
+        if problem := untruth(call, times, is_of_one_that_stayed):
+            wrong.append(f"{problem}: ran {times}: {call}")
+        # To one that was expelled all others are gone, before it knows why.
+        if is_of_one_that_stayed and lived.get(outcome.incarnation) in stayed:
+            wrong.append(f"it lives: {call}")
     assert not wrong, f"seed {SEED}: {len(wrong)} of {outcomes.total()}: " + "\n".join(wrong[:10])
     print(f"seed {SEED}: {dict(found.done)}; {dict(outcomes)}")
     assert outcomes["result"] > 20
@@ -301,23 +289,3 @@ def check(directory: Path, found: Soak) -> None:
     assert found.done["stop briefly"]
     assert found.done["stop for long"]
     assert any(name.startswith("PeerDead") for name in outcomes)
-
-
-def read(text: str) -> Outcome:
-    if text == "result":
-        return Outcome("", "", "", "")
-    _, error, delivery, incarnation, why = text.split(" ", 4)
-    return Outcome(error, delivery, "" if incarnation == "-" else incarnation, why)
-
-
-def untruth(outcome: Outcome, ran: int, kind: str, stayed: bool) -> str | None:
-    """What is wrong about an outcome, given whether its request was executed."""
-    if not outcome.error:
-        return None if ran == 1 else "a result of what did not run"
-    if outcome.error not in TRUTHFUL and (stayed or outcome.error not in OF_THE_EXPELLED):
-        return "no such error belongs here"
-    if outcome.delivery in ("executed", "there") and kind != "7" and ran != 1:
-        return "said to have run"
-    if outcome.delivery == "not_sent" and kind != "7" and ran:
-        return "said not to have been sent"
-    return None

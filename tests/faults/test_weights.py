@@ -3,8 +3,9 @@
 The processes write down what they did, a line at a time. A trainer pushes as fast as it can, so that a kill mostly
 falls into a push; a rollout worker loads as fast as it can, so that a kill mostly falls into a load.
 
-``FARCALL_SOAK=full`` makes a thousand rounds, in twenty pieces that can be run one by one (``-k piece-7``); with
-``FARCALL_SEED`` they are other ones.
+``FARCALL_ROUNDS=1000`` makes so many rounds, in pieces of fifty that can be run one by one (``-k piece-7``); with
+``FARCALL_SEED`` they are other ones. Each piece records its rounds and the longest wait of any call that a death could
+have held up, as properties of the test; `benchmarks/weights.py` prints both.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import faulthandler
 import os
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic, sleep
+from typing import TypeVar
 
 import pytest
 import torch
@@ -26,12 +28,16 @@ import farcall
 from farcall.errors import Superseded
 from farcall.testing.cluster import WorkerProcess, temporary_file_url
 
-PIECES, ROUNDS = (20, 50) if os.environ.get("FARCALL_SOAK") == "full" else (1, 5)
+ROUNDS = int(os.environ.get("FARCALL_ROUNDS", "1000" if os.environ.get("FARCALL_SOAK") == "full" else "5"))
+PIECE_ROUNDS = 50
+PIECES = [min(PIECE_ROUNDS, ROUNDS - made) for made in range(0, ROUNDS, PIECE_ROUNDS)]
 SEED = int(os.environ.get("FARCALL_SEED", "1"))
 ROLLOUTS = 2
 TENSORS = 12
 NUMEL = 1 << 18
 SLOWEST_S = 2 * LONG_S
+
+T = TypeVar("T")
 
 
 class Journal:
@@ -43,10 +49,21 @@ class Journal:
     def __init__(self, folder: str, role: str) -> None:
         self._file = os.open(f"{folder}/{role}-{os.getpid()}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
         faulthandler.dump_traceback_later(0.9 * SLOWEST_S, file=self._file)
+        self._longest_s = 0.0
 
     def note(self, *words: object) -> None:
         faulthandler.cancel_dump_traceback_later()
         os.write(self._file, (" ".join(map(str, words)) + "\n").encode())
+
+    def timed(self, call: Callable[[], T]) -> T:
+        """Make a call, and note how long it took if none took longer."""
+        began = monotonic()
+        result = call()
+        took_s = monotonic() - began
+        if took_s > self._longest_s:
+            self._longest_s = took_s
+            self.note("longest", took_s)
+        return result
 
 
 def lines(folder: Path, process: WorkerProcess) -> list[str]:
@@ -67,7 +84,7 @@ def train(name: str, rank: int, url: str, folder: str) -> None:
     journal = Journal(folder, "trainer")
     with member(name, rank, url) as node:
         weights = values()
-        publication = node.publish("policy", weights)
+        publication = journal.timed(lambda: node.publish("policy", weights))
         number = publication.machine.number
         journal.note("published", publication.machine.claim.epoch, number)
         try:
@@ -75,8 +92,8 @@ def train(name: str, rank: int, url: str, folder: str) -> None:
                 number += 1
                 for tensor in weights.values():
                     tensor.fill_(number)
-                assert publication.push().number == number
-                journal.note("pushed", number)
+                assert journal.timed(publication.push).number == number
+                journal.note("pushed", number, monotonic())
         except Superseded:
             journal.note("superseded")
 
@@ -89,17 +106,19 @@ def roll_out(name: str, rank: int, url: str, folder: str) -> None:
     held: deque[tuple[int, dict[str, torch.Tensor]]] = deque(maxlen=2)
     with member(name, rank, url) as node:
         subscription = node.subscribe("policy")
+        journal.note("subscribed", monotonic())
         model = values()
         version = None
         while True:
             newest = subscription.wait(newer_than=version, timeout=SLOWEST_S)
             assert version is None or newest > version
-            version = subscription.load_into(model)
-            found = {tensor[at].item() for tensor in model.values() for at in (0, NUMEL // 2, -1)}
+            version = journal.timed(lambda: subscription.load_into(model))
+            at = monotonic()
+            found = {tensor[index].item() for tensor in model.values() for index in (0, NUMEL // 2, -1)}
             whole = all(tensor.eq(version.number).all() for tensor in model.values())
-            journal.note("loaded" if whole else "TORN", version, sorted(found))
+            journal.note("loaded" if whole else "TORN", version, at, sorted(found))
             if source.random() < 0.3:
-                tensors = subscription.get()
+                tensors = journal.timed(subscription.get)
                 held.append((int(tensors["layers.0"][0]), tensors))
             for number, tensors in held:
                 if not all(tensor.eq(number).all() for tensor in tensors.values()):
@@ -114,19 +133,29 @@ def judge() -> Iterator[tuple[farcall.Node, str]]:
         yield node, url
 
 
-@pytest.mark.timeout(300 + 60 * ROUNDS)
-@pytest.mark.parametrize("seed", range(SEED, SEED + PIECES), ids=[f"piece-{piece}" for piece in range(PIECES)])
-def test_no_version_is_torn_by_deaths(tmp_path: Path, judge: tuple[farcall.Node, str], seed: int) -> None:
-    source = random.Random(seed)
+@pytest.mark.timeout(300 + 60 * PIECE_ROUNDS)
+@pytest.mark.parametrize("piece", range(len(PIECES)), ids=lambda piece: f"piece-{piece}")
+def test_no_version_is_torn_by_deaths(
+    tmp_path: Path,
+    judge: tuple[farcall.Node, str],
+    record_property: Callable[[str, object], None],
+    piece: int,
+) -> None:
+    source, rounds = random.Random(SEED + piece), PIECES[piece]
     _, url = judge
     ranks = iter(range(1, 10**6))
-    started: list[WorkerProcess] = []
+    running: list[WorkerProcess] = []
+    longest_s = 0.0  # that a call of a process took, or the first version of a new trainer on its way
 
     def start(role: object, name: str) -> WorkerProcess:
         rank = next(ranks)
         process = WorkerProcess(rank, role, (f"{name}-{rank}", rank, url, str(tmp_path)))  # type: ignore[arg-type]
-        started.append(process)
+        running.append(process)
         return process
+
+    def end(process: WorkerProcess) -> None:
+        running.remove(process)
+        process.end()
 
     def journal(process: WorkerProcess) -> list[str]:
         found = lines(tmp_path, process)
@@ -139,43 +168,51 @@ def test_no_version_is_torn_by_deaths(tmp_path: Path, judge: tuple[farcall.Node,
 
     def all_go_on() -> None:
         """Every subscriber loads versions of the present trainer, or later ones."""
-        wait_for("pushed", trainer)
-        epoch = next(line.split()[1] for line in journal(trainer) if line.startswith("published"))
+        nonlocal longest_s
+        pushed_at = float(wait_for("pushed", trainer)[2])
+        epoch = wait_for("published", trainer)[1]
         for rollout in rollouts:
-            wait_for(f"loaded {epoch}.", rollout)
+            loaded_at = float(wait_for(f"loaded {epoch}.", rollout)[2])
+            if float(wait_for("subscribed", rollout)[1]) < pushed_at:
+                longest_s = max(longest_s, loaded_at - pushed_at)
+        for process in (trainer, *rollouts):
+            took_s = [float(line.split()[1]) for line in journal(process) if line.startswith("longest")]
+            longest_s = max(longest_s, *took_s)
 
-    def wait_for(what: str, process: WorkerProcess) -> None:
+    def wait_for(what: str, process: WorkerProcess) -> list[str]:
+        """The words of the first such line."""
         try:
             wait_until(lambda: any(line.startswith(what) for line in journal(process)), what, SLOWEST_S)
         except AssertionError as error:
             raise AssertionError("\n".join([str(error), *journal(process)[-60:]])) from error
+        return next(line.split() for line in journal(process) if line.startswith(what))
 
     trainer = start(train, "trainer")
     rollouts = [start(roll_out, "rollout") for _ in range(ROLLOUTS)]
     try:
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             all_go_on()
             sleep(source.random() * 0.03)  # a kill at any moment
             what = source.choice(["trainer", "rollout", "takeover"])
             if what == "rollout":
                 index = source.randrange(ROLLOUTS)
-                rollouts[index].kill()
-                rollouts[index].end()
+                end(rollouts[index])
                 rollouts[index] = start(roll_out, "rollout")
             elif what == "trainer":
-                trainer.kill()
-                trainer.end()
+                end(trainer)
                 trainer = start(train, "trainer")
             else:
                 before, trainer = trainer, start(train, "trainer")
                 wait_until(lambda: "superseded" in lines(tmp_path, before), "the old trainer's end", SLOWEST_S)  # noqa: B023
                 before.process.join(SLOWEST_S)
                 assert before.process.exitcode == 0
-                before.end()
+                end(before)
             for path in tmp_path.glob("*"):  # of those that are gone
                 if not any(path.name.endswith(f"-{process.pid}") for process in (trainer, *rollouts)):
                     path.unlink()
         all_go_on()
+        record_property("rounds", rounds)
+        record_property("longest_wait_s", longest_s)
     finally:
-        for process in (trainer, *rollouts):
-            process.end()
+        for process in list(running):
+            end(process)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from typing import NamedTuple
 
 import pytest
@@ -27,14 +30,19 @@ SIZE_BYTES = 24 << 20
 ONCE_BYTES = SIZE_BYTES * 5 // 4
 """More than all bytes once, with headers and acknowledgements, and less than twice a good part of them."""
 AT_CHUNK = 6
+LINK_BITS_PER_S = 10**9
 
 
 class Crossed(NamedTuple):
-    """What a member saw: bytes that its host received and sent, and bytes of weights that it fetched itself."""
+    """What a member saw: bytes that its host received and sent, and bytes of weights that it fetched itself.
+
+    ``at``: when it began to push, or had loaded.
+    """
 
     received: int
     sent: int
     fetched: int
+    at: float
 
 
 def model(value: float) -> dict[str, torch.Tensor]:
@@ -75,6 +83,11 @@ def cut(spaces: list[str], one: int, other: int) -> None:
         subprocess.run(["ip", "-n", spaces[sender], *words], check=True)
 
 
+def limit(space: str) -> bool:
+    words = f"tc qdisc add dev eth0 root tbf rate {LINK_BITS_PER_S:d}bit burst 256kb latency 50ms"
+    return subprocess.run(["ip", "netns", "exec", space, *words.split()], check=False).returncode == 0
+
+
 def take_part(rank: int, spaces: list[str], directory: str, places: list[int], trouble: tuple[str, int]) -> Crossed:
     """Member ``rank`` on host ``places[rank]``; w0 publishes, the others load. ``trouble``: what, and to whom."""
     torch.set_num_threads(1)
@@ -95,6 +108,7 @@ def take_part(rank: int, spaces: list[str], directory: str, places: list[int], t
     weights = None if rank == 0 else farcall.subscribe("policy")
     farcall.barrier()
     before = link_bytes()
+    at = monotonic()
     if weights is None:
         policy = farcall.publish("policy", model(1.0))
         policy.push()
@@ -102,6 +116,7 @@ def take_part(rank: int, spaces: list[str], directory: str, places: list[int], t
         version = weights.wait(timeout=2 * LONG_S)
         mine = {name: torch.zeros_like(tensor) for name, tensor in model(0.0).items()}
         assert weights.load_into(mine) == version
+        at = monotonic()
         assert all(torch.equal(mine[name], tensor) for name, tensor in model(1.0).items())
     after = link_bytes()
     Path(directory, f"done {rank}").touch()
@@ -113,7 +128,7 @@ def take_part(rank: int, spaces: list[str], directory: str, places: list[int], t
         farcall.barrier(living)
     fetched = current_runtime().part(Weights).fetcher.received_bytes
     farcall.shutdown(graceful=kind != "cut" and f"w{rank}" in living)
-    return Crossed(after[0] - before[0], after[1] - before[1], fetched)
+    return Crossed(after[0] - before[0], after[1] - before[1], fetched, at)
 
 
 def run(network: Hosts, directory: Path, places: list[int], trouble: tuple[str, int] = ("", -1)) -> list[Crossed]:
@@ -121,9 +136,17 @@ def run(network: Hosts, directory: Path, places: list[int], trouble: tuple[str, 
     return finish(members, 8 * LONG_S, may_fail=[trouble[1]] if trouble[0] == "die" else [])
 
 
-def test_a_version_crosses_once_and_is_shared_there(tmp_path: Path) -> None:
+def test_a_version_crosses_once_and_is_shared_there(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Over a link of 1 Gbit/s, where `tc` can make one of it; `benchmarks/weights.py` tells what is recorded."""
     with hosts(2) as network:
+        is_limited = shutil.which("tc") is not None and all(limit(space) for space in network.spaces)
         crossed = run(network, tmp_path, [0, 1, 1, 1, 1])
+    record_property("crossed", crossed[1].received / SIZE_BYTES)
+    if is_limited:
+        took_s = max(member.at for member in crossed[1:]) - crossed[0].at
+        record_property("share_of_link", 8 * SIZE_BYTES / LINK_BITS_PER_S / took_s)
     assert SIZE_BYTES < crossed[1].received < ONCE_BYTES
     assert sorted(member.fetched for member in crossed[1:]) == [0, 0, 0, SIZE_BYTES]
 

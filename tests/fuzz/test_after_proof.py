@@ -16,7 +16,8 @@ from tests.kit.team import team
 
 import farcall
 from farcall.protocol import messages
-from farcall.protocol.frames import CONTROL, REQUEST, Frame, FrameDecoder, FrameError, encode_small
+from farcall.protocol.frame_decoder import FrameDecoder, FrameError
+from farcall.protocol.frames import CONTROL, REQUEST, Frame, encode_small
 from farcall.protocol.notes import decode_notes
 from farcall.runtime.peers.peer import RemotePeer
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 
 from tests.fuzz.mutations import FULL, mutate, rounds
+from tests.kit.memory_transport import memory_pair
 
 from farcall.transport.interface import Transport, TransportError
-from farcall.transport.memory import memory_pair
 from farcall.transport.sealed import SealedTransport
 
 

@@ -31,7 +31,6 @@ def dialled(page: Dashboard) -> socket.socket:
 
 def test_requests_get_an_answer_or_an_end_and_leave_nothing() -> None:
     page = Dashboard(lambda: SimulatedObserver(8), 0)  # type: ignore[arg-type, return-value]
-    page.start()
     try:
         before = threading.active_count()
         for seed, chance in rounds(300):

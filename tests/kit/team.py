@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from tests.kit.ports import tcp_url
-from tests.kit.waiting import PATIENCE_S
+from tests.kit.waiting import PATIENCE_S, wait_until
 
 import farcall
+from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.testing.faults import Faults
 
 
@@ -59,3 +61,21 @@ def team(faults: Faults | list[Faults | None], size: int = 2, **options: Any) ->
             node.shutdown(graceful=False)
         raise
     together([node.shutdown for node in nodes])
+
+
+@contextmanager
+def dynamic_team(size: int, path: Path, **options: Any) -> Iterator[list[farcall.Node]]:
+    """Members of a group without a fixed size, in this process."""
+    chosen = {
+        "init_method": f"file://{path}/meet",
+        "observing": ObservingOptions(runtime_directory=str(path / "run")),
+        **options,
+    }
+    with ExitStack() as stack:
+        nodes = [farcall.Node(f"w{rank}", rank, options=RpcBackendOptions(**chosen)) for rank in range(size)]
+        for node in nodes:
+            node.start()
+            stack.callback(node.shutdown, False)
+        for node in nodes:
+            wait_until(lambda node=node: len(node.workers()) == size)
+        yield nodes

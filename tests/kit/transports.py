@@ -11,10 +11,12 @@ never for a time, and closes both ends. The author of a transport runs this befo
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import TypeAlias
 
 from farcall.transport.interface import (
@@ -312,12 +314,45 @@ def check_waiting_to_receive(make_pair: MakePair) -> None:
         view = memoryview(bytearray(8))
         for timeout_s in (0.0, 0.02):
             assert not left.wait_readable(timeout_s)
+            assert not left.look()
             assert receive_waiting(left, view, timeout_s) is None
         with _in_thread(lambda: send_all(right, [b"wake"])):
             assert receive_exactly(left, 4) == b"wake"
         send_all(right, [b"!"])
         assert left.wait_readable(PATIENCE_S)
+        assert left.look()
         assert receive_waiting(left, view, 0.0) == 1
+        assert not left.look()
+
+
+def check_looking(make_pair: MakePair) -> None:
+    """A look finds what `wait_readable` finds; where there is a descriptor, no Python function is entered for it."""
+    entered: list[str] = []
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            entered.append(frame.f_code.co_qualname)
+
+    with _pair(make_pair) as (left, right):
+        look, before = left.look, sys.getprofile()
+        sys.setprofile(note)
+        try:
+            found = [look(), look()]
+        finally:
+            sys.setprofile(before)
+        assert not any(found)
+        assert left.fileno() is None or entered == []
+        send_all(right, [b"two"])
+        assert left.wait_readable(PATIENCE_S)
+        assert look()
+        assert receive_exactly(left, 1) == b"t"
+        assert left.look(), "the rest may be buffered here"
+        assert receive_exactly(left, 2) == b"wo"
+        right.close()
+        assert left.wait_readable(PATIENCE_S)
+        assert left.look(), "the end of the stream is something to receive"
+        left.interrupt()
+        assert left.look(), "whoever receives finds out that this side ended it"
 
 
 def check_readiness(make_pair: MakePair) -> None:
@@ -394,6 +429,7 @@ TRANSPORT_CHECKS: tuple[Check, ...] = (
     check_close_wakes_sender,
     check_interrupt_wakes,
     check_interrupt_keeps_what_came,
+    check_looking,
     check_waiting_to_receive,
     check_readiness,
     check_descriptors,

@@ -78,6 +78,7 @@ def layer(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _operations() -> dict[str, Callable[[], object]]:
     inputs, weight = torch.randn(64, 64), torch.randn(64, 64)
+    large = torch.randn(256, 64)
     trained = torch.randn(64, 64, requires_grad=True)
     worker = farcall.worker("w1")
 
@@ -92,6 +93,7 @@ def _operations() -> dict[str, Callable[[], object]]:
         "handle": lambda: worker.call(numel, inputs),
         "call": lambda: farcall.rpc_sync("w1", numel, args=(inputs,)),
         "operator": lambda: farcall.rpc_sync("w1", torch.add, args=(inputs, weight)),
+        "operator in shared memory": lambda: farcall.rpc_sync("w1", torch.add, args=(large, large + 1)),
         "reference": lambda: farcall.remote("w1", numel, args=(inputs,)).to_here(),
         "backward": step,
     }

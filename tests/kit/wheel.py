@@ -18,8 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.kit.distribution import folder_of_the_run
 
 ROOT = Path(__file__).parents[2]
+QUICK_START = ROOT / "tests" / "kit" / "quick_start"
+"""On the path of every process of the tests: Python imports `sitecustomize` from there."""
 BUILD_S = 250.0
 
 
@@ -72,9 +75,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     """farcall from its wheel."""
     pytest.importorskip("build", reason="the dev extra is not installed")
     pytest.importorskip("hatchling", reason="the dev extra is not installed")
-    base = tmp_path_factory.getbasetemp()
-    # Each process of xdist has a folder of its own, below that of the run.
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "installed"
+    folder = folder_of_the_run(tmp_path_factory) / "installed"
     folder.mkdir(exist_ok=True)
     made = Installed(folder)
     with (folder / "lock").open("w") as lock:
@@ -94,7 +95,7 @@ def _build(made: Installed) -> None:
     _do(*pip, "install", "--quiet", "--no-index", "--no-deps", str(wheel))
     # An editable install of farcall is not lent: the path files of a folder that is itself named in a path file are
     # not read.
-    (made.packages / "lent.pth").write_text("\n".join(_lent()))
+    (made.packages / "lent.pth").write_text("\n".join([str(QUICK_START), *_lent()]))
     # The command that torch would bring.
     torchrun = made.folder / "venv" / "bin" / "torchrun"
     torchrun.write_text(f"#!{made.python}\nfrom torch.distributed.run import main\nmain()\n")

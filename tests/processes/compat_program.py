@@ -78,7 +78,6 @@ def environment(**more: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in ("RANK", "WORLD_SIZE", "FARCALL_INSTALL") and not name.startswith("TORCHELASTIC")
     }
-    cleared["PYTHONPATH"] = str(SOURCES)
     return {**cleared, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held_port()), **more}
 
 

@@ -52,11 +52,12 @@ def test_every_file_on_the_page_exists() -> None:
 @pytest.mark.parametrize(
     ("operation", "functions", "without_codec", "files"),
     [
-        ("no-op", 79, 80, 22),
-        ("call", 83, 100, 25),
-        ("operator", 85, 128, 26),
-        ("reference", 174, 197, 36),
-        ("backward", 264, 328, 34),
+        ("no-op", 70, 75, 20),
+        ("call", 72, 94, 24),
+        ("operator", 72, 118, 25),
+        ("operator in shared memory", 102, 142, 29),
+        ("reference", 146, 169, 32),
+        ("backward", 241, 321, 34),
     ],
 )
 def test_an_operation_does_not_travel_further_than_it_did(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 TIMEOUT_S = 250.0
-SOURCES = Path(__file__).parents[2] / "src"
 START = """
 import gc, tempfile, warnings
 import torch
@@ -25,9 +23,8 @@ def start():
 def run(tmp_path: Path, program: str) -> subprocess.CompletedProcess[str]:
     path = tmp_path / "program.py"
     path.write_text(START + textwrap.dedent(program))
-    environment = {**os.environ, "PYTHONPATH": str(SOURCES)}
     done = subprocess.run(
-        [sys.executable, "-m", "farcall", str(path)], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        [sys.executable, "-m", "farcall", str(path)], capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done

@@ -161,7 +161,6 @@ def shows(browser: Browser, selector: str, pattern: str) -> None:
 def served(size: int) -> Iterator[Dashboard]:
     """The page of a cluster that exists in numbers only."""
     page = Dashboard(lambda: SimulatedObserver(size), 0)  # type: ignore[arg-type, return-value]
-    page.start()
     try:
         yield page
     finally:

@@ -51,6 +51,7 @@ def test_blocks_that_are_not_run_are_few_and_known() -> None:
         "docs/security.md: Not run: the module is yours",
         "docs/torchscript.md: Not run: it needs a C++ compiler",
         "docs/torchscript.md: Not run: the package is yours",
+        "docs/weights.md: Not run: it needs NIXL",
         "docs/weights.md: Not run: it needs torchrl",
         "docs/weights.md: Not run: it needs vLLM",
     ]

@@ -23,6 +23,7 @@ from farcall.errors import BadRank, Delivery, DuplicateName, Expelled, InitError
 from farcall.options import MemoryOptions
 from farcall.protocol.member import new_incarnation
 from farcall.rpc.gather import _contribute
+from farcall.runtime.membership.failure_detector import FailureDetector
 from farcall.runtime.node import rejoin, runtime_of
 from farcall.runtime.peers import table as peer_table
 from farcall.testing.cluster import finish, start_processes, temporary_file_url
@@ -64,6 +65,22 @@ def test_members_join_call_and_leave(url: str) -> None:
         for node in (nodes[0], nodes[2]):
             wait_until(lambda node=node: names(node) == ["w0", "w2"])
         assert nodes[0].rpc_sync("w2", int, ("7",)) == 7
+
+
+def test_who_starts_asks_for_its_neighbours_where_they_change(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the I/O thread: elsewhere, an answer that is just out of date would be kept."""
+    asked: list[bool] = []
+    neighbours = FailureDetector.neighbours
+
+    def noted(self: FailureDetector) -> frozenset[int]:
+        asked.append(self._loop.on_thread())
+        return neighbours(self)
+
+    monkeypatch.setattr(FailureDetector, "neighbours", noted)
+    with team(2, url) as nodes:
+        assert nodes[1].rpc_sync("w0", int, ("7",)) == 7
+    assert asked
+    assert all(asked)
 
 
 def test_rank_0_leaves_and_the_others_go_on(url: str) -> None:

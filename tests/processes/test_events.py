@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import sleep
-from typing import Any
 
 import pytest
 from tests.kit.observing import find_observer
+from tests.kit.team import dynamic_team
 from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
-import farcall
 from farcall.errors import RpcTimeout
 from farcall.observe.observer import NothingToObserve, Observer
 from farcall.options import ObservingOptions, RpcBackendOptions
@@ -23,24 +20,6 @@ from farcall.runtime.node import runtime_of
 from farcall.testing.faults import Faults
 
 BOUND_S = 30.0
-
-
-@contextmanager
-def dynamic_team(size: int, path: Path, **options: Any) -> Iterator[list[farcall.Node]]:
-    """Members of a group without a fixed size, in this process."""
-    chosen = {
-        "init_method": f"file://{path}/meet",
-        "observing": ObservingOptions(runtime_directory=str(path / "run")),
-        **options,
-    }
-    with ExitStack() as stack:
-        nodes = [farcall.Node(f"w{rank}", rank, options=RpcBackendOptions(**chosen)) for rank in range(size)]
-        for node in nodes:
-            node.start()
-            stack.callback(node.shutdown, False)
-        for node in nodes:
-            wait_until(lambda node=node: len(node.workers()) == size)
-        yield nodes
 
 
 def fail(text: str) -> None:

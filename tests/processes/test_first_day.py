@@ -37,7 +37,7 @@ def test_a_function_that_is_not_defined_yet_is_told_as_such(installed: Installed
             farcall.rpc_sync("w1", double, args=(1,))
         """,
     )
-    assert code == 1
+    assert code == 1, output
     assert "has no 'double' yet: it is still at line 8. Define functions and classes before init_rpc" in output
 
 
@@ -48,7 +48,7 @@ def test_a_worker_that_waits_in_shutdown_serves_and_nobody_is_warned(installed: 
         """
         import os, time
         import farcall
-        from farcall.protocol import departure
+        from farcall.protocol.departure import machine as departure
 
         departure.STATUS_INTERVAL_S = 0.05
         rank = int(os.environ["RANK"])

@@ -35,6 +35,7 @@ def live(rank: int, url: str, world_size: int | None) -> None:
     options = farcall.RpcBackendOptions(init_method=url)
     farcall.init_rpc(f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
     wait_until(lambda: len(farcall.members()) == 3)
+    farcall.barrier(["w0", "w1", "w2"])  # else one may have left before another has looked
     if rank:
         assert farcall.rpc_async("w0", int, retry=farcall.Retry()).wait() == 0
         weight = farcall.remote("w0", torch.ones, (3, 3), {"requires_grad": True})

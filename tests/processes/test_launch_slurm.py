@@ -17,7 +17,7 @@ from tests.kit.waiting import wait_until
 
 from farcall.launcher.engines.slurm import SlurmEngine
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("slurm")]  # one cluster for all of them
+pytestmark = pytest.mark.timeout(600)
 IMPORTS = "from farcall.launcher.engines.slurm import SlurmEngine"
 
 

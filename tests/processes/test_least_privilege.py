@@ -14,7 +14,7 @@ from tests.kit.ports import held_port
 
 import farcall
 from farcall.errors import InitError, NotAllowed, ReferenceLost, SerializationError
-from farcall.rpc.owner_methods import fetch
+from farcall.rpc.owned_values import fetch
 from farcall.testing.cluster import finish, start_processes
 
 

@@ -179,7 +179,7 @@ def on_a_poor_system(rank: int, port: int, lacks: str, poor: int) -> list[str]:
             def fail(where: str, timeout_s: float) -> Any:
                 raise DialFailed("not in this sandbox")
 
-            address._WAYS["unix"] = address._WAYS["unix"]._replace(dial=fail)
+            address.SCHEMES["unix"] = address.SCHEMES["unix"]._replace(dial=fail)
         elif lacks == "unix listen":
             import socket
 

@@ -68,7 +68,7 @@ finally:
 """
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_kernel_shows_what_workers_write_and_leaves_none_when_it_is_restarted(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", RESTARTED],
@@ -76,12 +76,12 @@ def test_a_kernel_shows_what_workers_write_and_leaves_none_when_it_is_restarted(
         env=environment_of(tmp_path),
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=560,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_the_notebook_runs(tmp_path: Path) -> None:
     environment = environment_of(tmp_path)
     done = subprocess.run(
@@ -90,7 +90,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=560,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     cells = [cell for cell in json.loads((tmp_path / "done.ipynb").read_text())["cells"] if cell["cell_type"] == "code"]

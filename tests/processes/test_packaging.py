@@ -26,8 +26,10 @@ def told(installed: Installed, *command: str | Path, **more: str) -> str:
 def test_the_wheel_holds_the_package_and_nothing_else(installed: Installed) -> None:
     [wheel] = installed.dist.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    is_compiled = "farcall/serialize/_speedups.abi3.so" in names
+    libraries = {name for name in names if name.endswith(".so")}
+    is_compiled = bool(libraries)
     assert is_compiled == can_compile()
+    assert libraries in (set(), {"farcall/serialize/_speedups.abi3.so", "farcall/protocol/_frames.abi3.so"})
     tags = "cp311-abi3-*" if is_compiled else "py3-none-any"
     assert fnmatch(wheel.name, f"farcall-{farcall.__version__}-{tags}.whl")
     tops = {name.partition("/")[0] for name in names}
@@ -48,6 +50,8 @@ def test_calls_use_the_compiled_codec_of_the_wheel(installed: Installed) -> None
     program = "from farcall.serialize.flat import speedups; print(speedups)"
     why_not = told(installed, installed.python, "-c", program).strip()
     assert (not why_not) == (can_compile() and hasattr(torch.Tensor, "__dlpack_c_exchange_api__"))
+    program = "from farcall.protocol.compiled import library; print(library is not None)"
+    assert told(installed, installed.python, "-c", program).strip() == str(can_compile())
 
 
 def test_without_a_compiler_the_wheel_is_pure(installed: Installed, tmp_path: Path) -> None:
@@ -64,7 +68,7 @@ def test_the_source_distribution_can_be_worked_on(installed: Installed) -> None:
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
     wanted = ("Makefile", "constraints.txt", "mkdocs.yml", "examples/pipeline.py", "tests/conftest.py", "docs/index.md")
-    assert {*wanted, "hatch_build.py", "src/farcall/serialize/_speedups.c"} <= names
+    assert {*wanted, "hatch_build.py", "src/farcall/serialize/_speedups.c", "src/farcall/protocol/_frames.c"} <= names
 
 
 def test_the_wheel_is_what_is_tested(installed: Installed) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.kit.type_check import run_mypy
 
 pytest.importorskip("pyright", reason="the dev extra is not installed")
 
@@ -66,10 +67,7 @@ def use(node: farcall.Node) -> None:
 
 def test_a_call_has_the_type_that_its_caller_gets(tmp_path: Path) -> None:
     """Not that of a coroutine, or of a future, which only the callee sees."""
-    root = Path(__file__).parents[2]
     program = tmp_path / "typed.py"
     program.write_text(TYPED)
-    checked = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", str(program)], cwd=root, capture_output=True, text=True, timeout=280
-    )
+    checked = run_mypy(program)
     assert checked.returncode == 0, checked.stdout

@@ -30,9 +30,8 @@ from farcall.protocol.member import Member, new_incarnation
 from farcall.runtime.rendezvous import static
 from farcall.runtime.rendezvous import store as stores
 from farcall.runtime.rendezvous.agreement import Membership
-from farcall.runtime.rendezvous.store import find_meeting_place
+from farcall.runtime.rendezvous.meeting_place import find_meeting_place
 
-SOURCE = Path(farcall.options.__file__).parents[1]
 GROUP_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
 
 
@@ -161,7 +160,7 @@ import farcall
 from farcall.options import RpcBackendOptions
 from farcall.protocol.member import Member
 from farcall.runtime.rendezvous.static import join
-from farcall.runtime.rendezvous.store import find_meeting_place
+from farcall.runtime.rendezvous.meeting_place import find_meeting_place
 rank = int(os.environ["RANK"]); size = int(os.environ["WORLD_SIZE"])
 def meet(name=None):
     options = RpcBackendOptions(0, start_timeout_s=100)
@@ -182,7 +181,6 @@ def run_ranks(code: str, size: int, variables: dict[str, str]) -> list[subproces
             [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
             env={
                 **os.environ,
-                "PYTHONPATH": str(SOURCE),
                 "RANK": str(rank),
                 "WORLD_SIZE": str(size),
                 **variables,
@@ -380,11 +378,9 @@ farcall.shutdown()
 
 def test_survivors_of_the_stores_host_print_no_stack(port: int) -> None:
     """torch's client does, where it is asked for something after the server died."""
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", SURVIVOR, str(rank), str(port)],
-            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

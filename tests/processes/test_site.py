@@ -13,7 +13,6 @@ from tests.processes.browser import Browser, find_chromium
 
 pytest.importorskip("mkdocs", reason="the docs extra is not installed")
 pytest.importorskip("mkdocstrings", reason="the docs extra is not installed")
-pytestmark = pytest.mark.xdist_group("site")  # so that it is built once
 ROOT = Path(__file__).parents[2]
 _TAG = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=\"?(?P<address>[^\s\">]+)")
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from farcall.torchscript.extension import build, why_not
 MISSING = why_not()
 pytestmark = [pytest.mark.skipif(MISSING is not None, reason=str(MISSING)), pytest.mark.usefixtures("_extension")]
 TIMEOUT_S = 250.0
-SOURCES = Path(__file__).parents[2] / "src"
 PROGRAM = """
     import json, os, sys, time
     from typing import Dict, List, Tuple
@@ -252,7 +249,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "program.py").write_text(textwrap.dedent(PROGRAM))
     done = subprocess.run(
         [sys.executable, "-m", "farcall", "run", "--workers", "2", str(folder / "program.py"), str(folder / "results")],
-        env={**os.environ, "PYTHONPATH": str(SOURCES)},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

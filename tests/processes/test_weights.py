@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
+from pathlib import Path
+from time import monotonic
 
 import pytest
 import torch
-from tests.kit.team import team
+from tests.kit.team import dynamic_team, team
 from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 from torch import nn
 
 import farcall
 from farcall.errors import CorruptWeights, PublicationClosed, RpcTimeout, Superseded
+from farcall.runtime.io.timers import NEVER
+from farcall.runtime.node import runtime_of
+from farcall.weights import subscriptions
 from farcall.weights.node import Weights
 
 
@@ -188,6 +194,23 @@ def test_a_push_may_convert(nodes: list[farcall.Node]) -> None:
     assert torch.equal(copy.weight, model.weight.bfloat16().float())
 
 
+def test_tensors_that_are_alike_can_be_changed_in_place_and_trained(nodes: list[farcall.Node]) -> None:
+    publication = nodes[0].publish("alike", {name: torch.ones(64) for name in "abc"})
+    subscription = nodes[1].subscribe("alike")
+    publication.push()
+    subscription.wait(timeout=LONG_S)
+    found = subscription.get()
+    factor = torch.full((64,), 3.0, requires_grad=True)
+    found["a"].mul_(factor).sum().backward()
+    assert factor.grad is not None
+    assert factor.grad.eq(1).all()
+    assert found["a"].eq(3).all()
+    assert found["b"].eq(1).all()
+    (found["c"].requires_grad_() * 2).sum().backward()
+    assert found["c"].grad.eq(2).all()
+    assert subscription.get()["b"].eq(1).all()
+
+
 def test_what_does_not_fit_changes_nothing(nodes: list[farcall.Node]) -> None:
     publication = nodes[0].publish("fit", {"a": torch.ones(3), "b": torch.ones(2, 2)})
     subscription = nodes[1].subscribe("fit")
@@ -355,6 +378,63 @@ def test_the_last_push_before_the_close_arrives(nodes: list[farcall.Node]) -> No
     with pytest.raises(PublicationClosed):
         subscription.wait(newer_than=last, timeout=LONG_S)
     assert subscription.get()["x"].eq(49).all()
+
+
+def test_the_last_push_of_one_that_leaves_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscriptions, "ANSWER_AFTER_S", 0.5)  # so the first push is unanswered when the last one comes
+    values = {"x": torch.zeros(1000)}
+    with dynamic_team(2, tmp_path) as nodes:
+        subscription = nodes[1].subscribe("last")
+        policy = nodes[0].publish("last", values)
+        policy.push()
+        values["x"].fill_(1)
+        last = policy.push()
+        policy.close()
+        nodes[0].shutdown()
+        version = None
+        while version != last:
+            version = subscription.wait(newer_than=version, timeout=LONG_S)
+        assert subscription.get()["x"].eq(1).all()
+
+
+def test_one_that_leaves_does_not_wait_for_good_for_subscribers_that_do_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(subscriptions, "ANSWER_AFTER_S", 10 * LONG_S)
+    monkeypatch.setattr("farcall.weights.node.LAST_VERSION_S", 0.1)
+    with dynamic_team(2, tmp_path) as nodes:
+        subscription = nodes[1].subscribe("last")
+        policy = nodes[0].publish("last", {"x": torch.zeros(1000)})
+        policy.push()
+        subscription.wait(timeout=LONG_S)
+        nodes[0].shutdown()
+    assert "w0 leaves; these lack its last versions: w1" in caplog.text
+
+
+@pytest.mark.parametrize("timeout", [LONG_S, None])
+def test_one_that_leaves_waits_no_longer_than_its_timeout(tmp_path: Path, timeout: float | None) -> None:
+    told: list[float] = []
+    with dynamic_team(2, tmp_path) as nodes:
+        runtime_of(nodes[0]).hooks.agreed.append(told.append)
+        began = monotonic()
+        nodes[0].shutdown(timeout=timeout)
+        [deadline] = told
+    assert (began + LONG_S <= deadline <= monotonic() + LONG_S) if timeout else deadline == NEVER
+
+
+def test_what_is_to_be_done_later_is_done_though_something_before_it_fails(
+    nodes: list[farcall.Node], caplog: pytest.LogCaptureFixture
+) -> None:
+    done = threading.Event()
+    found = weights_of(nodes[0]).subscriptions
+
+    def fail() -> None:
+        raise RuntimeError("this fails")
+
+    found._later.extend([fail, done.set])
+    found._later_timer.at(0.0)
+    assert done.wait(LONG_S)
+    assert "this fails" in caplog.text
 
 
 def test_waiters_hear_that_the_node_ends() -> None:

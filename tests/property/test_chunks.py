@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farcall.protocol.chunks import LargeMessage
-from farcall.protocol.frames import LARGE_BYTES, MAX_SLOTS, REQUEST, Frame, FrameDecoder, encode_frame, encode_small
+from farcall.protocol.frame_decoder import FrameDecoder
+from farcall.protocol.frames import LARGE_BYTES, MAX_SLOTS, REQUEST, Frame, encode_frame, encode_small
 from farcall.protocol.session import Session
 
 PIPE_BYTES = 8 * 1024

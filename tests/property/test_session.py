@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farcall.protocol.frames import CONTROL, LARGE_BYTES, REQUEST, FrameDecoder, Piece, encode_frame, encode_small
+from farcall.protocol.frame_decoder import FrameDecoder
+from farcall.protocol.frames import CONTROL, LARGE_BYTES, REQUEST, Piece, encode_frame, encode_small
 from farcall.protocol.session import ACKNOWLEDGE_BYTES, ACKNOWLEDGE_FRAMES, Kept, Session
 
 PIPE_BYTES = 32 * 1024

@@ -38,7 +38,6 @@ from farcall.protocol.membership.machine import MembershipMachine, State
 from farcall.protocol.membership.messages import Entries, JoinAnswer, Message
 
 NEVER = math.inf
-LINKS_PER_MEMBER = 16  # how many peers have a link to a process when it dies, and see it end
 
 
 class Process(Enum):
@@ -104,6 +103,8 @@ class Cluster:
         self.most_updates = 0
         self.unresponsive = 0
         self.false_deaths: list[str] = []
+        self.deaths: list[tuple[str, int]] = []
+        """Who declared whom dead, or heard of it: a name and an incarnation."""
         records = [self.new_member(f"worker{rank}", rank) for rank in range(count)]
         self.nodes: dict[int, Node] = {}
         for record in records:
@@ -227,11 +228,17 @@ class Cluster:
     def members(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.is_member]
 
+    def have_met(self, one: Node, other: Node) -> bool:
+        """Does either know where to find the other?"""
+        pairs = ((one, other), (other, one))
+        return any(knower.machine.record_of(known.incarnation) is not None for knower, known in pairs)
+
     def end(self, node: Node, how: Process) -> None:
         node.process = how
         node.ended_at = self.now
         if how is not Process.SILENT:
-            for peer in self.sample(self.members(), LINKS_PER_MEMBER):
+            # Its neighbours have links to it, and see it end.
+            for peer in [peer for peer in self.members() if node.incarnation in peer.machine.table.neighbours()]:
                 self.at(self.now + 0.01 * self.random.random(), lambda peer=peer: self.lose_link(peer, node))
 
     def lose_link(self, peer: Node, node: Node) -> None:
@@ -269,7 +276,9 @@ class Cluster:
             sponsors.sort(key=lambda other: (other.incarnation != node.expelled_by, other.member.rank))
             del sponsors[1:]
         if sponsors:
-            self.carry_out(node, node.machine.handle(LocalJoin(self.random.choice(sponsors).incarnation), self.now))
+            former = tuple(self.nodes[incarnation].member for incarnation in sorted(node.knows))
+            sponsor = self.random.choice(sponsors).incarnation
+            self.carry_out(node, node.machine.handle(LocalJoin(sponsor, former), self.now))
         self.at(self.now + 5.0, lambda: self.ask_to_join(node))
 
     def leave(self, node: Node) -> None:
@@ -311,6 +320,7 @@ class Cluster:
 
     def judge_death(self, node: Node, death: MemberDied) -> None:
         victim = self.nodes[death.member.incarnation]
+        self.deaths.append((node.member.name, victim.incarnation))
         if victim.is_member and victim.longest_sleep_s < (self.options.unresponsive_s or NEVER):
             self.false_deaths.append(
                 f"at {self.now:.2f} s {node.member.name} declared {victim.member.name} dead: {death.why}"

@@ -17,9 +17,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from farcall.protocol.departure import (
-    Departure,
-    DepartureState,
+from farcall.protocol.departure.events import (
     Effect,
     Event,
     Finished,
@@ -31,6 +29,8 @@ from farcall.protocol.departure import (
     Send,
     TimedOut,
 )
+from farcall.protocol.departure.machine import Departure, DepartureState
+from farcall.protocol.membership.neighbours import FULL_MESH, Neighbours
 from farcall.protocol.messages import DepartureReleased
 
 LONGEST_RUN_S = 300.0
@@ -56,6 +56,8 @@ class SimulatedNode:
     waiting_for: dict[int, tuple[int, Serving | None]] = field(default_factory=dict)  # call -> callee, for whom
     serving: int = 0
     lost: set[int] = field(default_factory=set)  # peers whose link has ended, as seen here
+    lost_count: int = -1
+    near: set[int] = field(default_factory=set)
 
     @property
     def calls_in_flight(self) -> int:
@@ -74,14 +76,21 @@ class Flight:
 
 
 class Simulation:
-    def __init__(self, seed: int, count: int, deaths: int = 0, cuts: int = 0) -> None:
+    def __init__(self, seed: int, count: int, deaths: int = 0, cuts: int = 0, full_mesh: int = FULL_MESH) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
+        self.incarnations = [self.random.getrandbits(62) for _ in range(count)]
         self.agenda: list[tuple[float, int, Callable[[], None]]] = []
         self.numbers = itertools.count()
         self.flight_of: dict[int, Flight] = {}
         members = {rank: f"worker{rank}" for rank in range(count)}
-        self.nodes = [SimulatedNode(rank, Departure(rank, members)) for rank in range(count)]
+        self.nodes = [
+            SimulatedNode(rank, Departure(rank, members, lambda rank=rank: self.neighbours_of(rank)))  # type: ignore[misc]
+            for rank in range(count)
+        ]
+        self.full_mesh = full_mesh
+        self.messages = 0
+        self.pairs: set[frozenset[int]] = set()
         # A live node behind a lost link counts as dead: no promise can be kept to it, and graces must pass.
         self.links_hold = cuts == 0
         self.releases = 0
@@ -96,6 +105,16 @@ class Simulation:
         for _ in range(cuts):
             one, other = self.random.sample(range(count), 2)
             self.at(self.random.uniform(0, 8), lambda one=one, other=other: self.cut(one, other))
+
+    def neighbours_of(self, rank: int) -> set[int]:
+        """As that member sees it: incarnations are as good as random."""
+        node = self.nodes[rank]
+        if len(node.lost) != node.lost_count:
+            node.lost_count = len(node.lost)
+            others = [self.incarnations[other] for other in range(len(self.nodes)) if other not in {rank, *node.lost}]
+            near = Neighbours(self.incarnations[rank], others, self.full_mesh)()
+            node.near = {other for other, one in enumerate(self.incarnations) if one in near}
+        return node.near
 
     def at(self, time: float, action: Callable[[], None]) -> None:
         heapq.heappush(self.agenda, (time, next(self.numbers), action))
@@ -243,6 +262,8 @@ class Simulation:
                 case Send(rank, message):
                     if isinstance(message, DepartureReleased) and not was_released:
                         self.check_quiet()
+                    self.messages += 1
+                    self.pairs.add(frozenset((node.rank, rank)))
                     for _ in range(2 if self.random.random() < 0.1 else 1):
                         received = Received(node.rank, message)
                         peer = self.nodes[rank]
@@ -278,12 +299,12 @@ class Simulation:
             assert not on_its_way, f"released with a call under way from {flight.sender} to {flight.receiver}"
 
 
-def simulate(seed: int, count: int, deaths: int = 0, cuts: int = 0) -> Simulation:
-    simulation = Simulation(seed, count, deaths, cuts)
+def simulate(seed: int, count: int, deaths: int = 0, cuts: int = 0, full_mesh: int = FULL_MESH) -> Simulation:
+    simulation = Simulation(seed, count, deaths, cuts, full_mesh)
     try:
         simulation.run()
     except AssertionError as failure:
-        failure.add_note(f"simulate(seed={seed}, count={count}, deaths={deaths}, cuts={cuts})")
+        failure.add_note(f"simulate(seed={seed}, count={count}, deaths={deaths}, cuts={cuts}, full_mesh={full_mesh})")
         raise
     assert simulation.releases
     return simulation
@@ -318,3 +339,27 @@ def test_small_clusters_with_lost_links(seed: int) -> None:
 def test_fifty_nodes_of_which_some_die(seed: int) -> None:
     simulation = simulate(seed, count=50, deaths=5 * seed)
     assert sum(node.finished for node in simulation.nodes) >= 50 - 5 * seed
+
+
+@seeds(200)
+def test_trees(seed: int) -> None:
+    simulate(seed, count=4 + seed % 20, full_mesh=2)
+
+
+@seeds(300)
+def test_trees_with_deaths(seed: int) -> None:
+    count = 4 + seed % 20
+    simulate(seed, count, deaths=1 + seed % (count - 1), full_mesh=2)
+
+
+@seeds(50)
+def test_trees_with_lost_links(seed: int) -> None:
+    simulate(seed, count=4 + seed % 12, deaths=seed % 3, cuts=1 + seed % 4, full_mesh=2)
+
+
+def test_messages_and_new_links_of_each_member_do_not_grow_with_the_group() -> None:
+    for count in (100, 400):
+        simulation = simulate(1, count)
+        near = [frozenset((rank, other)) for rank in range(count) for other in simulation.neighbours_of(rank)]
+        assert len(simulation.pairs.difference(near)) < count / 4
+        assert simulation.messages < 30 * count

@@ -151,7 +151,7 @@ def test_a_block_of_a_dead_member_is_not_kept(cluster: Cluster) -> None:
     cluster.kill(publisher)
     reader.hear_of_death(publisher)
     reader.receive(publisher, packet[2], packet[3])
-    assert not reader.weights.subscriptions._borrowed
+    assert not reader.weights.subscriptions.borrowed
 
 
 def altered(cluster: Cluster, **changes: Any) -> VersionPushed:
@@ -218,7 +218,7 @@ def test_memory_is_given_up_when_the_publisher_ends(cluster: Cluster) -> None:
     cluster.unsubscribe(reader)
     cluster.settle()
     assert publisher.weights.blocks.total_bytes == 0
-    assert not reader.weights.subscriptions._borrowed
+    assert not reader.weights.subscriptions.borrowed
 
 
 def test_a_small_name_leaves_the_memory_of_a_large_one_alone(cluster: Cluster) -> None:

@@ -103,6 +103,7 @@ class Member:
             me=SimpleNamespace(incarnation=self.incarnation, info=self.info, broken=False, control=self._control),
             info=self.info,
             pool=object(),
+            devices=None,
             hooks=self.hooks,
             running=True,
             why_ended=None,

@@ -23,7 +23,7 @@ from tests.kit.rigs.ray import RayRig, ray_cluster
 from farcall.launcher.engine import WorkerSpec
 from farcall.launcher.engines.ray import RayEngine
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

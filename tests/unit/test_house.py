@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+from tests.kit.distribution import TOGETHER
+
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "farcall"
 
@@ -55,6 +57,10 @@ def test_every_folder_of_the_runtime_is_in_the_tree() -> None:
     assert folders == {path for path in modules_named("runtime") if path.is_dir()}
 
 
+def test_files_whose_tests_stay_with_one_worker_exist() -> None:
+    assert [path for path in TOGETHER if not (ROOT / path).exists()] == []
+
+
 def test_unit_tests_lie_where_the_code_lies() -> None:
     folders = {
         path.parent.relative_to(ROOT / "tests" / "unit") for path in (ROOT / "tests" / "unit").rglob("test_*.py")
@@ -93,3 +99,9 @@ def test_every_module_with_state_is_in_the_table() -> None:
     found = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if has_state(path)}
     folders = {name for name in named if name.endswith("/")}
     assert {name for name in found if not name.startswith(tuple(folders))} == named - folders
+
+
+def test_decoders_are_made_when_modules_are_loaded() -> None:
+    """msgspec looks into a type at its first use. Two threads that do so at once crash: seen with 200 members."""
+    by_use = re.compile(r"msgspec\.\w+\.decode\([^)]*\btype=(?!int\b|str\b|bytes\b)")
+    assert [str(path) for path in sorted(SOURCE.rglob("*.py")) if by_use.search(path.read_text())] == []

@@ -6,14 +6,17 @@ import gc
 import importlib.util
 import os
 import sys
+import threading
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import pytest
 
-from farcall.imports import Loading, importing_much, when_imported
+import farcall
+from farcall.imports import Loading, current_frames, gc_paused, when_imported
 
 NAME = "farcall_test_of_imports"
+SOURCE = Path(farcall.__file__).parent
 
 
 @pytest.fixture(autouse=True)
@@ -70,24 +73,50 @@ def test_something_waits_for_the_outermost_module_of_a_package(tmp_path: Path) -
 
 def test_the_garbage_collector_is_left_as_it_was() -> None:
     assert gc.isenabled()
-    with importing_much():
+    with gc_paused():
         assert not gc.isenabled()
-        with importing_much():  # another thread, or a module that imports another one
+        with gc_paused():  # another thread, or a module that imports another one
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled()
     gc.disable()
     try:
-        with importing_much():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:
         gc.enable()
 
 
+def test_the_last_thread_to_end_its_pause_enables_the_garbage_collector() -> None:
+    first, second = gc_paused(), gc_paused()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
+def test_no_garbage_collection_runs_while_frames_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A callback of one may let another thread run, which waits for a lock that is held meanwhile: seen in a soak."""
+    was_enabled: list[bool] = []
+    list_frames = sys._current_frames
+
+    def listed() -> dict[int, FrameType]:
+        was_enabled.append(gc.isenabled())
+        return list_frames()
+
+    monkeypatch.setattr(sys, "_current_frames", listed)
+    assert threading.get_ident() in current_frames()
+    assert was_enabled == [False]
+    users = [path for path in SOURCE.rglob("*.py") if "sys._current_frames()" in path.read_text()]
+    assert [path.name for path in users] == ["imports.py"]
+
+
 def test_a_child_that_is_forked_meanwhile_collects_garbage() -> None:
     found, told = os.pipe()
-    with importing_much():
+    with gc_paused():
         child = os.fork()
         if child == 0:
             os.write(told, b"1" if gc.isenabled() else b"0")

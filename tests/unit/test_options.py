@@ -104,6 +104,8 @@ def test_start_timeout_wins() -> None:
         (RpcBackendOptions, {"transports": []}, ValueError, "unix, tcp"),
         (RpcBackendOptions, {"transports": ["uv"]}, ValueError, "unix, tcp"),
         (RpcBackendOptions, {"transports": 3}, TypeError, "sequence"),
+        (RpcBackendOptions, {"devices": 0}, TypeError, r"for one write \[0\]"),
+        (RpcBackendOptions, {"devices": "cuda:0"}, TypeError, r"for one write \['cuda:0'\]"),
     ],
 )
 def test_nonsense_is_refused(kind: type[Any], arguments: dict[str, Any], error: type[Exception], text: str) -> None:

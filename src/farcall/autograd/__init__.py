@@ -6,9 +6,9 @@
         gradients = farcall.autograd.get_gradients(context_id)
 
 `functions` ties tensors that cross workers into graphs, `engine` runs one worker's part of a graph (`nodes`: a single
-node, `replicas`: DistributedDataParallel), `passes` joins that part to the protocol, `contexts` holds it all by id.
-None of these knows sockets: they speak to a `Port`, which is the `recorder` of a node. `scope` has the functions for
-programs.
+node, `replicas`: DistributedDataParallel), `passes` joins that part to the protocol, `contexts` is the table of
+contexts. None of these knows sockets: they send through a `Port`, which the `recorder` of a node implements. `scope`
+has the functions for programs.
 """
 
 from farcall.autograd.scope import (

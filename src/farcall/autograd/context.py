@@ -1,13 +1,13 @@
 """One distributed autograd context at one worker: its sends and receives, its passes and its gradients.
 
-Calls that leave and arrive are recorded in it; passes are made here (`originate`) or by a message (`take`). Gradients
-for a pass that this worker has not joined yet are kept until it joins, those of a pass that is over are dropped. Which
-contexts there are is the business of `Contexts`.
+A context records the messages that leave and arrive in it. A pass begins here (`originate`) or by a message (`take`).
+The context keeps gradients for a pass that this worker has not joined yet, and drops those of a pass that is over.
+`Contexts` is the table of contexts.
 
 Threads that touch a context: those that are in it (`RECORDING`, a context variable), the readers and senders of its
-messages, the I/O thread when a peer is lost, and those that run passes. Its lock guards all its tables; nothing is sent
-and no graph runs under it. It is reentrant: garbage may be collected under it, and a destructor may make a call that is
-recorded here.
+messages, the I/O thread when a peer is lost, and those that run passes. Its lock guards all its tables; no thread sends
+or runs a graph under it. It is re-entrant: a garbage collection under the lock may run a destructor, which may make a
+call that is recorded here.
 
 Invariant: under the lock, a receive is either part of a pass's snapshot or answers that pass by itself.
 """
@@ -37,8 +37,8 @@ _requires_grad = attrgetter("requires_grad")
 class Context:
     """One distributed autograd context at one worker.
 
-    Mutable, under its lock: the sends and receives recorded, the passes joined, the gradients of leaves, and
-    ``released``, after which nothing is recorded any more.
+    Mutable, under its lock: the recorded sends and receives, the passes that this worker joined, the gradients of
+    leaves, and ``released``, after which the context records nothing.
     """
 
     def __init__(self, context_id: int, contexts: Contexts) -> None:
@@ -48,17 +48,17 @@ class Context:
         self.lock: threading.RLock = RLock()
         self.sends: dict[int, SendFunction] = {}
         self.receives: dict[int, Node] = {}
-        self.declined: list[tuple[int, int]] = []  # (sender, message id) of messages that arrived and are not used
-        self.known_workers: set[int] = set()  # workers that were told of this context from here
-        self.peers: set[int] = set()  # these, and the senders of what arrived
+        self.declined: list[tuple[int, int]] = []  # (sender, message id) of arrived messages that need no gradient
+        self.known_workers: set[int] = set()  # workers that this one sent messages of this context
+        self.peers: set[int] = set()  # the known workers, and the senders of messages that arrived
         self.passes: dict[PassId, LocalPass] = {}
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
-        self._early: dict[PassId, list[Event]] = {}  # for passes that this worker has not joined yet
-        self._over_below: dict[int, int] = {}  # by origin: all its passes with smaller numbers are over
+        self._early: dict[PassId, list[Event]] = {}  # events of passes that this worker has not joined yet
+        self._over_below: dict[int, int] = {}  # by origin: passes with smaller numbers are over
         self._given_up: set[PassId] = set()
         self._next_number = 0
 
-    # The names that programs written for torch.distributed.autograd use.
+    # These names are those of torch.distributed.autograd; programs use them.
     def _context_id(self) -> int:
         return self.id
 
@@ -80,13 +80,13 @@ class Context:
     # --- as a `Recording`: called while messages are written and read -------------------------------------------
 
     def admits(self, peer: Any) -> bool:
-        """Whether messages to ``peer`` belong to this context: not after it ended, nor where gradients are off."""
+        """Do messages to ``peer`` belong to this context? Not after its release, nor while gradients are disabled."""
         return not self.released and torch.is_grad_enabled() and self.contexts.port.knows(peer)
 
     def record_send(self, peer: Any, tensors: Sequence[torch.Tensor]) -> int:
         """Record a message that leaves; return the id to send with it, 0 if no tensor needs a gradient.
 
-        Nothing is recorded in a context that was released meanwhile.
+        A context that was released meanwhile records nothing.
         """
         send = None
         if torch.is_grad_enabled():
@@ -104,7 +104,7 @@ class Context:
         return send.message_id
 
     def withdraw_send(self, message_id: int) -> None:
-        """Forget a message that did not leave after all: no receive would ever answer for it."""
+        """Forget a message that did not leave: no receive will answer for it, so the passes hear "none" here."""
         with self.lock:
             send = self.sends.pop(message_id, None)
             passes = list(self.passes.values())
@@ -113,7 +113,7 @@ class Context:
                 local.post(Gradient(self.id, local.machine.pass_id, message_id, {}))
 
     def record_receive(self, peer: Any, message_id: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Tie the tensors of an arrived message that need a gradient, in place, to their sender."""
+        """Tie the tensors of an arrived message that need a gradient to their sender, in place."""
         needing = list(filter(_requires_grad, tensors))
         if not needing:
             self.decline_receive(peer, message_id)
@@ -129,7 +129,7 @@ class Context:
             local.answer_late(message_id, peer.number)
 
     def decline_receive(self, peer: Any, message_id: int) -> None:
-        """Note that a message will never be used here: its sender hears "none" in every pass."""
+        """Record that a message needs no gradient here: every pass answers "none" to its sender."""
         with self.lock:
             self.peers.add(peer.number)
             self.declined.append((peer.number, message_id))
@@ -138,7 +138,7 @@ class Context:
             local.answer_late(message_id, peer.number)
 
     def enter(self) -> Recording | None:
-        """Put this thread into the context; return the one it was in, to be set again afterwards."""
+        """Put this thread into the context; return its previous context, which the caller restores."""
         previous = RECORDING.get()
         RECORDING.set(self)
         return previous
@@ -146,7 +146,7 @@ class Context:
     # --- passes ---------------------------------------------------------------------------------------------
 
     def originate(self, roots: dict[Edge, torch.Tensor], retain_graph: bool, deadline: float | None) -> LocalPass:
-        """Make a pass that starts here."""
+        """Make a pass whose origin is this worker."""
         me = self.contexts.port.worker_id
         with self.lock:
             pass_id = PassId(me, self._next_number)
@@ -166,11 +166,11 @@ class Context:
         return local
 
     def take(self, message: Gradient | StartPass | AbortPass | Any, sender: int) -> LocalPass | None:
-        """Put a message into the inbox of its pass, which StartPass makes; return the pass, None if there is none."""
+        """Put a message into the inbox of its pass and return the pass, if one runs here. A StartPass makes it."""
         pass_id = message.pass_id
         with self.lock:
             local = self.passes.get(pass_id)
-            if local is not None:  # made a moment ago, by another thread
+            if local is not None:  # another thread made it since the caller looked
                 local.inbox.put((message, sender))
                 return local
             if pass_id in self._given_up or pass_id.number < self._over_below.get(pass_id.origin, 0):
@@ -186,7 +186,7 @@ class Context:
                 )
                 for event in self._early.pop(pass_id, ()):
                     local.inbox.put(event)
-                local.working.release()  # to be claimed as after any other message
+                local.working.release()  # made locked; `deliver` claims it, as after any other message
             elif type(message) is AbortPass:
                 self._given_up.add(pass_id)
                 self._early.pop(pass_id, None)
@@ -205,7 +205,7 @@ class Context:
                 self._given_up.discard(pass_id)
 
     def accumulate(self, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
-        """Add a pass's leaf gradients; the dictionary is the context's from now on."""
+        """Add a pass's leaf gradients. The context takes over the dictionary."""
         with self.lock:
             if not self.gradients:
                 self.gradients = gradients
@@ -215,10 +215,10 @@ class Context:
                 self.gradients[leaf] = gradient if known is None else add_gradients(known, gradient)
 
     def clear(self) -> dict[PassId, LocalPass]:
-        """Let go of the graph and of everything else; return the passes, of which those that run must be ended."""
+        """Drop the graph and all tables; return the passes. The caller must end those that still run."""
         with self.lock:
             self.released = True
             dropped = self.passes, self.sends, self.receives, self._early, self.gradients
             self.passes, self.sends, self.receives, self._early, self.gradients = {}, {}, {}, {}, {}
-        # The graph dies when this returns, not under the lock: its destructors may take long.
+        # The graph dies when this function returns, outside the lock: its destructors may take long.
         return dropped[0]

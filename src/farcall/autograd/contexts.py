@@ -1,12 +1,12 @@
-"""The distributed autograd contexts of one worker, by id; what arrives for them, and the calls of `backward` here.
+"""The table of one worker's distributed autograd contexts: it routes messages to them, and runs `backward` here.
 
-A context is made by the thread that opens it, and on other workers by the first call or message that names it. How
-messages travel is the `Port`'s business.
+The thread that opens a context makes it; on other workers the first call or message that names it does. Must not know
+how messages travel: that is the `Port`.
 
-The table's lock guards the table. It is reentrant, as a context's is: garbage may be collected under it, and a
-destructor may make a call that is recorded here. No thread takes a context's lock and then the table's.
+The table's lock guards the table. It is re-entrant, like a context's: a garbage collection under the lock may run a
+destructor, which may make a call that is recorded here. No thread takes the table's lock under a context's lock.
 
-Invariant: a context that was released here does not come back, whatever still arrives for it.
+Invariant: a context that was released here does not come back, whatever messages still arrive for it.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from farcall.runtime.observing.profiling import is_profiled
 from farcall.serialize.recording import RECORDING
 
 _RELEASED_KEPT = 4096
-_ID_BITS = 32  # below the worker's origin, in ids of contexts and of messages
+_ID_BITS = 32  # ids of contexts and messages: the worker's origin, then a count of this many bits
 _RANK_SHIFT = 48
-_BACKWARD_NAME = "torch::distributed::autograd::backward"  # what profilers show of a pass at its origin
+_BACKWARD_NAME = "torch::distributed::autograd::backward"  # the name of a pass in profiles of its origin
 
 
 class Contexts:
     """All contexts of a node, by id.
 
-    Mutable, under its lock: the contexts, the ids of those released last, and the workers that are gone.
+    Mutable, under its lock: the contexts, the ids of recently released ones, and the workers that are gone.
     """
 
     def __init__(self, port: Port, first_number: int = 0) -> None:
-        """``first_number``: where to begin to count; at random where another one may have had this worker's rank."""
+        """``first_number``: the first number of the ids; random if an earlier worker may have had this rank."""
         self.port = port
         self._lock = threading.RLock()
         self._contexts: dict[int, Context] = {}
         self.find: Callable[[int], Context | None] = self._contexts.get
-        """The context of that id, if there is one here."""
-        self._released: OrderedDict[int, None] = OrderedDict()  # the latest ones: messages may still be on their way
+        """Return the context with an id, if this worker has it."""
+        self._released: OrderedDict[int, None] = OrderedDict()  # recently released: messages may still arrive for them
         self._first_id = port.origin << _ID_BITS
-        first = self._first_id + first_number + 1  # 0 is no context, and no message
+        first = self._first_id + first_number + 1  # id 0 means no context, or no message
         self._next_context_id = count(first).__next__
         self.next_message_id: Callable[[], int] = count(first).__next__
         self._gone: set[int] = set()
         self._gone_origins: set[int] = set()
         self._watches_replicas = False
         self.running: set[LocalPass] = set()
-        """The passes that calls of `backward` at this worker run now."""
+        """The passes of this worker's calls of `backward` that run now."""
 
     # --- which context ------------------------------------------------------------------------------------
 
@@ -76,11 +76,11 @@ class Contexts:
         return context
 
     def _watch_replicas(self) -> None:
-        watch_replicas()  # not before the first context: most programs have neither
+        watch_replicas()  # not before the first context: most programs have neither contexts nor replicas
         self._watches_replicas = True
 
     def current_or_none(self) -> Context | None:
-        """The context that this thread is in."""
+        """Return the context of this node that the thread is in, if any."""
         context = RECORDING.get()
         return context if isinstance(context, Context) and context.contexts is self else None
 
@@ -100,7 +100,7 @@ class Contexts:
         return context
 
     def admit(self, context_id: int) -> Context | None:
-        """The context of that id, made if need be; None if it was released already, or its opener is gone."""
+        """Return the context with that id; make it if necessary. None: it was released, or its opener is gone."""
         context = self._contexts.get(context_id)
         if context is None:
             if not self._watches_replicas:
@@ -115,14 +115,14 @@ class Contexts:
         return context_id in self._contexts
 
     def max_id(self) -> int:
-        """The largest id that a context or message of this worker may have."""
+        """Return the largest id that a context or message of this worker may have."""
         return self._first_id | ((1 << _RANK_SHIFT) - 1)
 
     def release(self, context_id: int) -> frozenset[int]:
-        """Forget a context here, ending its passes; return the other workers that know it from here."""
+        """Forget a context here and end its passes; return the other workers that exchanged messages of it."""
         with self._lock:
             context = self._contexts.pop(context_id, None)
-            # Also one that is not known yet: the call that would bring it may still be queued here.
+            # Also an unknown id: the call that would make the context may still be queued here.
             self._released[context_id] = None
             if len(self._released) > _RELEASED_KEPT:
                 self._released.popitem(last=False)
@@ -130,7 +130,7 @@ class Contexts:
             return frozenset()
         if RECORDING.get() is context:
             RECORDING.set(None)
-        # A context and its passes know each other: without this the graph would wait for the collector.
+        # A context and its passes form a cycle: without this the graph would live until a garbage collection.
         for local in context.clear().values():
             if not local.machine.ended:
                 reason = f"Could not find autograd context with id: {context_id}; its `with` block has ended"
@@ -138,24 +138,24 @@ class Contexts:
         return frozenset(context.peers)
 
     def release_everywhere(self, context_id: int, told_by: int = -1) -> None:
-        """Forget a context here and at all workers that know it from here, which do the same.
+        """Forget a context here and at all workers that it reached from here, which do the same.
 
-        Nothing waits for that, so it travels with other messages: one of its own would wake each worker once more a
-        step.
+        Nobody waits for the release, so it travels with other messages: a message of its own would wake each worker
+        once more in every training step.
         """
         workers = self.release(context_id)
         if workers & self._gone:
-            workers |= self.port.workers()  # a worker may know the context only from one that is dead
+            workers |= self.port.workers()  # a dead worker may have spread the context and cannot release it
         for worker_id in workers:
             if worker_id != self.port.worker_id and worker_id != told_by and worker_id not in self._gone:
                 self.port.send_later(worker_id, ReleaseContext(context_id))
 
     def ids(self) -> list[int]:
-        """The contexts there are here."""
+        """Return the ids of all contexts here."""
         return list(self._contexts)
 
     def debug_info(self) -> dict[str, str]:
-        """Counts, under the names that torch.distributed.autograd gives them."""
+        """Return counts, under the names of torch.distributed.autograd."""
         contexts = list(self._contexts.values())
         running = sum(not local.machine.ended for context in contexts for local in list(context.passes.values()))
         return {"num_current_backward_passes": str(running), "num_autograd_contexts": str(len(contexts))}
@@ -163,9 +163,9 @@ class Contexts:
     # --- messages and deaths ------------------------------------------------------------------------------
 
     def deliver(self, from_worker: int, messages: Sequence[Message]) -> list[LocalPass]:
-        """Take messages that arrived together; return the passes that the caller must have run.
+        """Take messages that arrived together; return the claimed passes, which the caller must have run.
 
-        Runs no graph, so the thread that reads may call it.
+        Runs no graph, so the thread that reads a link may call it.
         """
         claimed: list[LocalPass] = []
         touched: dict[LocalPass, None] = {}
@@ -193,7 +193,7 @@ class Contexts:
                     local.inbox.put((message, from_worker))
                 if local is not None:
                     touched[local] = None
-        # Only now: a pass that is claimed with its start alone would run before its gradients are in the inbox.
+        # Claim only now: a pass claimed at its StartPass would run before its gradients are in the inbox.
         for local in touched:
             if local.working.acquire(False):
                 claimed.append(local)
@@ -202,7 +202,7 @@ class Contexts:
     def worker_lost(self, worker_id: int, reason: str, origin: int) -> None:
         """Fail the passes that cannot end without that worker, and release the contexts that it opened.
 
-        ``origin``: the first bits of the ids of its contexts.
+        ``origin``: the leading bits of the ids of its contexts.
         """
         with self._lock:
             self._gone.add(worker_id)
@@ -215,7 +215,7 @@ class Contexts:
                 local.post(WorkerLost(worker_id, reason))
 
     def worker_joined(self, origin: int) -> None:
-        """A new worker, perhaps with the rank, and by chance the ``origin``, of one that is gone."""
+        """A new worker joined, perhaps with the rank, and by chance the ``origin``, of one that is gone."""
         with self._lock:
             self._gone_origins.discard(origin)
 
@@ -233,7 +233,7 @@ class Contexts:
         retain_graph: bool = False,
         timeout_s: float | None = None,
     ) -> None:
-        """Run a pass from ``roots``; returns when all workers have their gradients in place."""
+        """Run a pass from ``roots``; return when the contexts of all workers have their gradients."""
         edges = root_edges(context_id, roots)
         context = self._contexts.get(context_id) or self.retrieve(context_id)
         deadline = None if timeout_s is None else self.port.now() + timeout_s

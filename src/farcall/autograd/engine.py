@@ -1,14 +1,14 @@
-"""One worker's part of the graph of one pass, run on torch's own engine as its sources are heard.
+"""One worker's part of the graph of one pass, run on torch's own engine as gradients arrive at its sources.
 
-The sources are the roots and the recorded sends; the sinks are leaves and recorded receives. Where the part behind the
-sources that have been heard shares nothing with the part behind the others, one walk finds its sinks and a single
-engine call does the rest; that is so in most programs. Otherwise it runs in phases (`phases.py`).
+The sources are the roots and the recorded sends; the sinks are leaves and recorded receives. A source is *heard* when
+its gradients have arrived. In most programs the part behind the heard sources shares nothing with the part behind the
+others: one walk finds its sinks, and a single engine call runs it. Otherwise it runs in phases (`phases.py`).
 
-A node runs if the pass *reaches* it, as in torch: over edges, from a root. The gradient that comes may be undefined: a
-function returned None for an input, and the function behind is called nevertheless.
+A node runs if the pass *reaches* it, as in torch: over edges, from a root. The gradient that arrives may be undefined:
+when a function returns None for an input, torch still calls the function behind that input.
 
-Knows nothing of messages or threads. Invariant: within a pass each node that is reached runs once, each hook sees its
-whole gradient once, and no `.grad` is touched.
+Must not know messages or threads. Invariant: within a pass each reached node runs once, each hook sees its whole
+gradient once, and no `.grad` changes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from farcall.autograd.nodes import CHECKPOINT, Gradients, Roots, run_engine
 from farcall.autograd.phases import Answers, Heard, Phases
 
 _MOST_UNHEARD = 32
-"""With more sends than these, looking at all of them in each run costs more than keeping account of each edge."""
+"""With more unheard sends, a walk over all of them in each run costs more than the bookkeeping of `Phases`."""
 
 
 class LocalGraph:
     """One worker's part of the graph of one pass.
 
     Mutable: ``unheard``, the sends that wait for their gradients; ``unanswered``, the receives that owe an answer;
-    ``leaves``, the gradients of leaves so far; inside, gradients on their way in ``_buffers``.
+    ``leaves``, the gradients of leaves so far; ``_buffers``, gradients at edges whose nodes have not run yet.
     """
 
     __slots__ = ("_buffers", "_heard", "_keep_graph", "_phases", "_undefined", "leaves", "unanswered", "unheard")
@@ -45,7 +45,7 @@ class LocalGraph:
         self.unanswered: dict[Node, None] = dict.fromkeys(receives)
         self._keep_graph = keep_graph
         self._buffers: Roots = {}
-        self._undefined = False  # whether a source was reached without a gradient
+        self._undefined = False  # has the pass reached a source with an undefined gradient?
         self._heard: Heard = []
         self._phases: Phases | None = None
         for edge, gradient in roots.items():
@@ -53,7 +53,7 @@ class LocalGraph:
             feed(edge, gradient, self._buffers, self.leaves)
 
     def hear(self, message_id: int, gradients: Reached) -> None:
-        """Take in the gradients of a send, by the place of the tensor; those that are missing were not reached."""
+        """Take the gradients of a send, by the place of the tensor. The pass did not reach tensors that are missing."""
         for place, edge in enumerate(self.unheard.pop(message_id, ())):
             if place in gradients:
                 self._heard.append((edge, True))
@@ -71,7 +71,7 @@ class LocalGraph:
         if self._phases is None:
             if not self._buffers and not self.unheard and not self._undefined:
                 for node in self.unanswered:
-                    answers[node] = {}  # nothing is left to run: gradients of leaves at most
+                    answers[node] = {}  # no node is left to run; at most leaves got gradients
             elif self._undefined or not self._run_apart(answers):
                 self._phases = Phases(
                     self._heard,
@@ -89,11 +89,11 @@ class LocalGraph:
         return answers
 
     def _run_apart(self, answers: Answers) -> bool:
-        """Run the part that has been heard if no node of it waits for another source; False: nothing was run."""
+        """Run the part behind the heard sources if no node of it waits for another source. False: nothing ran."""
         unheard, unanswered = self.unheard, self.unanswered
         if len(unheard) > _MOST_UNHEARD:
             return False
-        sinks: dict[Edge, None] = {}  # ordered, so that sums come in the same order in each run
+        sinks: dict[Edge, None] = {}  # ordered, so that sums have the same order in each run
         seen: set[Node] = set()
         stack: list[Node] = []
         frontier: Iterable[Edge] = self._buffers
@@ -107,7 +107,7 @@ class LocalGraph:
                 if kind is ACCUMULATE:
                     sinks[edge] = None
                 elif kind is RECEIVE:
-                    sinks[edge] = None  # by edge: the outputs of one receive have gradients of their own
+                    sinks[edge] = None  # by edge: each output of a receive has its own gradient
                     is_due = True
                 elif kind is CHECKPOINT:
                     return False
@@ -122,7 +122,7 @@ class LocalGraph:
         if unheard:
             for node, _ in sinks:
                 if type(node) is RECEIVE or node.variable._backward_hooks:
-                    seen.add(node)  # where nobody looks at the sum, gradients of a leaf need not wait for each other
+                    seen.add(node)  # leaves without hooks are exempt: nothing sees their sum before it is complete
             for edges in unheard.values():
                 frontier = edges
                 while True:
@@ -136,13 +136,14 @@ class LocalGraph:
                     if not stack:
                         break
                     frontier = stack.pop().next_functions
-        # A run that lets no receive answer moves nothing while more is to come: one larger run later is cheaper.
+        # While sends are unheard, a run after which no receive can answer helps no other worker: one larger run later
+        # is cheaper.
         if is_due and sinks:
             roots, self._buffers = self._buffers, {}
             self._heard.clear()
             for node, _ in sinks:
                 is_relayed = is_relayed and type(node) is RECEIVE and not is_watched(node)
-            # Tensors that were received and sent on as they were: the engine would do nothing.
+            # Tensors were received and sent on unchanged: the engine would do nothing.
             found = roots.values() if is_relayed else run_engine(roots, sinks, self._keep_graph)
             for edge, gradient in zip(sinks, found, strict=True):
                 node = edge[0]
@@ -159,7 +160,7 @@ class LocalGraph:
         return True
 
     def _run_inner(self, roots: Roots, inputs: Sequence[Edge]) -> Gradients:
-        """Run a graph that exists only for the moment (a recomputed one); its other leaves are the pass's."""
+        """Run a temporary graph, recomputed by a checkpoint; add the gradients of its other leaves to the pass."""
         inner = LocalGraph(roots, {}, (), keep_graph=False)
         if inner.run():
             raise RuntimeError(

@@ -1,11 +1,11 @@
-"""Sends and receives: how tensors that cross workers are tied into autograd graphs.
+"""Sends and receives: they tie tensors that cross workers into autograd graphs.
 
-A `SendFunction` is a source: it keeps the edges of the tensors that left, so that their gradients can be fed in when
-they come back. A receive is a node made by torch: its outputs are the tensors that arrived, and the gradients that
-reach it go to the sender. The engine never runs a receive's `backward`: it stops there.
+A `SendFunction` is a source: it keeps the edges of the tensors that left, so that a pass can feed in their gradients
+when those come back. A receive is a node made by torch: its outputs are the tensors that arrived, and the gradients
+that reach it go to the sender. The engine never runs a receive's `backward`: it stops there.
 
-Invariant: graph nodes are kept here, no tensors of the user; a send keeps its part of the graph alive until its context
-is released.
+Invariant: this file keeps graph nodes, no tensors of the user; a send keeps its part of the graph alive until its
+context is released.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch.autograd.function import FunctionCtx
 
 from farcall.errors import RpcError
 
-# The names that programs and profilers written for torch.distributed.autograd look for.
+# Programs and profilers for torch.distributed.autograd look for these names.
 SEND_NAME: Final = "torch::distributed::autograd::SendRpcBackward"
 RECEIVE_NAME: Final = "torch::distributed::autograd::RecvRpcBackward"
 
 Node = Any  # torch.autograd.graph.Node: the concrete classes are C types without stubs
-Edge = tuple[Node, int]  # a node, and which of its forward outputs
+Edge = tuple[Node, int]  # a node, and the number of its forward output
 Reached = dict[int, torch.Tensor | None]
-"""The gradients of the tensors of one message that a pass reached, by their place; None: reached, and undefined."""
+"""The gradients of the tensors of one message that a pass reached, by their place; None: reached but undefined."""
 Hook = Callable[..., Any]
 
-# Before torch 2.13 the node of a `torch.autograd.Function`, and with it all that is below, dies with the last tensor or
-# node of torch's own that leads to it: the Python object that stands for the node does not keep it.
+# Before torch 2.13 the Python object of a `torch.autograd.Function` node does not keep the C++ node alive: the node,
+# with everything below it, dies with the last tensor or C++ node that leads to it.
 _NODES_LIVE_ALONE: Final = torch.__version__ >= "2.13"
 
 
@@ -51,7 +51,7 @@ class SendFunction:
         self._owners = None if _NODES_LIVE_ALONE else [_owner(tensor) for tensor in needing]
 
     def name(self) -> str:
-        """The name that programs written for `torch.distributed.autograd` look for."""
+        """Return the name that programs for `torch.distributed.autograd` look for."""
         return SEND_NAME
 
     def __repr__(self) -> str:
@@ -59,34 +59,34 @@ class SendFunction:
 
 
 def gradient_edge(tensor: torch.Tensor) -> Edge:
-    """The edge through which ``tensor`` gets its gradient."""
+    """Return the edge through which ``tensor`` gets its gradient."""
     node = tensor.grad_fn
     if node is not None:
         return node, tensor.output_nr
-    # A leaf's accumulator cannot be asked for, but it is what a view of the leaf leads to.
+    # torch does not expose a leaf's accumulator, but the node of a view of the leaf leads to it.
     if torch.is_grad_enabled() and tensor.layout is torch.strided:
         return tensor.view_as(tensor).grad_fn.next_functions[0][0], 0  # type: ignore[union-attr]
     return _above(tensor).next_functions[0][0], 0
 
 
 def _above(tensor: torch.Tensor) -> Node:
-    """A node that gradients pass on their way to ``tensor``, and that keeps alive all that is below it."""
+    """Make a C++ node above ``tensor``, which keeps alive the graph below it."""
     if not torch.is_grad_enabled():
         with torch.enable_grad():
             return _above(tensor)
-    # Sparse tensors have no views.
+    # Sparse tensors have no views, so clone them.
     return (tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()).grad_fn
 
 
 def _owner(tensor: torch.Tensor) -> Node:
-    """The node that keeps the graph of ``tensor`` alive."""
+    """Return a node that keeps the graph of ``tensor`` alive."""
     node = tensor.grad_fn
     return _above(tensor) if isinstance(node, torch._C._FunctionBase) else node
 
 
 def hooks_of(register: Callable[[Hook], Any]) -> list[Hook]:
-    """The Python hooks that were registered by ``register``, a method of a node."""
-    # torch has no way to list a node's hooks, but the handle of a new one leads to all of them.
+    """Return the Python hooks that were registered with ``register``, a method of a node."""
+    # torch cannot list a node's hooks, but the handle of a new hook leads to the dict of all of them.
     handle = register(hooks_of)
     found = handle.hooks_dict_ref()
     handle.remove()
@@ -94,7 +94,7 @@ def hooks_of(register: Callable[[Hook], Any]) -> list[Hook]:
 
 
 def root_edges(context_id: Any, roots: Any) -> dict[Edge, torch.Tensor]:
-    """The edges of the roots of a pass, each with its first gradient, 1; or an error that says what cannot be."""
+    """Return the edges of the roots of a pass, each with the gradient 1. Raise if a tensor cannot be a root."""
     is_right = isinstance(context_id, int) and isinstance(roots, list | tuple)
     for root in roots if is_right else ():
         is_right = is_right and isinstance(root, torch.Tensor)
@@ -130,8 +130,8 @@ def _receive_forward(
 ) -> tuple[torch.Tensor, ...]:
     ctx.from_worker = from_worker
     ctx.message_id = message_id
-    # "Dirty" makes torch hang the node on these very tensors; returned as they are they would come out as
-    # views, on which torch forbids in-place operations. (`mark_dirty` does the same.)
+    # "Dirty" makes torch attach the node to these very tensors. Without it torch would return views, on which it
+    # forbids in-place operations. (`mark_dirty` does the same.)
     ctx.dirty_tensors = tensors
     return tensors
 
@@ -143,7 +143,7 @@ def _receive_backward(ctx: FunctionCtx, *gradients: torch.Tensor | None) -> tupl
     )
 
 
-# torch names the node after the class, and programs look for this name; no identifier, hence no `class`.
+# torch names the node after the class, and programs look for this name. It is no identifier, hence no `class`.
 _function_class: Any = type(torch.autograd.Function)
 _Receive: Any = _function_class(
     "torch::distributed::autograd::RecvRpc",
@@ -151,10 +151,10 @@ _Receive: Any = _function_class(
     {"forward": staticmethod(_receive_forward), "backward": staticmethod(_receive_backward)},
 )
 
-# Function.apply of C: the one of Python also sees to functorch and default arguments, which receives do not have.
+# Function.apply of C: Python's also handles functorch and default arguments, which receives do not need.
 _apply_receive: Any = super(torch.autograd.Function, _Receive).apply
 
-# A function's outputs need a gradient only if an input does. Nothing is ever accumulated here.
+# A function's outputs need a gradient only if an input does. The anchor itself never gets a gradient.
 _ANCHOR: Final = torch.empty(0, requires_grad=True)
 
 RECEIVE: Final[Any] = _Receive._backward_cls
@@ -164,8 +164,8 @@ ACCUMULATE: Final[Any] = type(gradient_edge(_ANCHOR)[0])
 class _ReceivedHooks(OrderedDict[int, Callable[[Any], Any]]):
     """The hooks of a tensor that arrived together with others.
 
-    torch runs the hooks of all outputs of a node, with None for those that got nothing. A program cannot know which
-    tensors came with the same message, so such calls are left out.
+    torch runs the hooks of all outputs of a node, with None for outputs without a gradient. A program cannot know which
+    tensors came with the same message, so this class suppresses calls with None.
     """
 
     def __setitem__(self, number: int, hook: Callable[[Any], Any]) -> None:

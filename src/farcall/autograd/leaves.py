@@ -1,7 +1,7 @@
-"""Gradients at the ends of a worker's graph: how those of leaves add up, where they lie; and the hooks of end nodes.
+"""Gradients at the ends of a worker's graph: sums and memory of leaf gradients, and the hooks of end nodes.
 
-The engine stops before a leaf's accumulator, so `.grad` stays as it is, and before a receive. What else it would have
-done there is done here, once for each of them that a pass reached with a gradient.
+The engine stops before a leaf's accumulator, so that `.grad` stays as it is, and before a receive. This file does the
+rest of the engine's work there, once for each accumulator or receive that a pass reached with a gradient.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from farcall.autograd.nodes import Gradients, Roots, replaced
 Leaves = dict[Node, torch.Tensor]
 """The gradients of leaves, by accumulator."""
 
-_own_handles = -1  # 1 once farcall's own hook was the first that anybody registered in this process
+_own_handles = -1  # 1 if farcall's own hook was the first one registered in this process
 
 
 def add_gradients(first: torch.Tensor | None, second: torch.Tensor) -> torch.Tensor:
-    """The sum, never in place: either tensor may be in use elsewhere."""
+    """Return the sum, never in place: either tensor may be in use elsewhere."""
     if first is None:
         return second
     if first.layout is not second.layout and second.layout is torch.strided:
@@ -33,7 +33,7 @@ def feed(edge: Edge, gradient: torch.Tensor, buffers: Roots, leaves: Leaves) -> 
     """Add a gradient for an edge to the ``buffers`` of a graph, or to its ``leaves``."""
     node = edge[0]
     if type(node) is ACCUMULATE and not node.variable._backward_hooks:
-        # No hook is to see the sum, so a leaf's gradients need not wait for each other.
+        # No hook sees the sum, so a leaf's gradients need not wait for each other.
         known = leaves.get(node)
         leaves[node] = gradient if known is None else add_gradients(known, gradient)
     else:
@@ -42,7 +42,7 @@ def feed(edge: Edge, gradient: torch.Tensor, buffers: Roots, leaves: Leaves) -> 
 
 
 def in_own_memory(gradients: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-    """``gradients``, dense, of which none shares memory with another; as torch does for ``.grad``."""
+    """Make all ``gradients`` dense, and copy those that share memory; torch does the same for ``.grad``."""
     found: list[tuple[torch.Tensor, torch.Tensor, int]] = []
     uses: dict[int, int] = {}
     for leaf, gradient in gradients.items():
@@ -56,18 +56,18 @@ def in_own_memory(gradients: dict[torch.Tensor, torch.Tensor]) -> dict[torch.Ten
         uses[address] = uses.get(address, 0) + 1
         found.append((leaf, gradient, address))
     for leaf, gradient, address in found:
-        # Of several that share memory all are copied: a backward function may have kept that memory.
+        # Copy all gradients that share memory, the first too: a backward function may have kept that memory.
         if address != -1 and uses[address] == 1:
             continue
         if gradient.layout is torch.strided:
             gradients[leaf] = gradient.clone(memory_format=torch.contiguous_format)
         else:
-            gradients[leaf] = gradient.clone()  # the other layouts take no format; their parts are copied densely
+            gradients[leaf] = gradient.clone()  # other layouts accept no memory format; clone() makes their parts dense
     return gradients
 
 
 def register_own_hook(register: Callable[[], object]) -> None:
-    """Call ``register``, which registers farcall's one hook, and note if there was no other before."""
+    """Call ``register``, which registers farcall's only hook, and record whether it is the first in this process."""
     global _own_handles
     is_first = RemovableHandle.next_id == 0
     register()
@@ -75,7 +75,7 @@ def register_own_hook(register: Callable[[], object]) -> None:
 
 
 def is_watched(receive: Node) -> bool:
-    """Whether a hook may be there to see the gradients of a receive, or a tensor keeps its own."""
+    """May a hook see the gradients of a receive, or does one of its tensors retain its gradient?"""
     if RemovableHandle.next_id != _own_handles:
         return True
     for weak_tensor in receive.tensors:
@@ -86,9 +86,9 @@ def is_watched(receive: Node) -> bool:
 
 
 def call_end_hooks(node: Node, gradients: Reached) -> Reached:
-    """Call the hooks of an accumulator or a receive, where the engine stops; the gradients as they leave them."""
-    # The look for hooks takes ten functions for each node. torch numbers all hooks of a process, whatever they are for,
-    # and in many programs there is none.
+    """Call the hooks of an accumulator or a receive, where the engine stops; return the gradients that they leave."""
+    # The search for hooks costs ten calls for each node. torch numbers all hooks of a process, of every kind, and many
+    # programs have none: then skip the search.
     if RemovableHandle.next_id == _own_handles:
         return gradients
     before, after = hooks_of(node.register_prehook), hooks_of(node.register_hook)

@@ -1,12 +1,12 @@
-"""Nodes of an autograd graph, run: by torch's engine up to some edges, or a single one outside it.
+"""Running nodes of an autograd graph: many by torch's engine, up to given edges, or a single one outside it.
 
-`run_node` does for one node what the engine does around it: the node's own hooks, zeros for gradients that a Python
-function expects, the search for nan in anomaly mode, results cut to the edges that need them and fitted to dtype and
-shape. Tensor hooks are left out: the engine has run them when it stopped at the node. (Those of a node that no defined
-gradient reaches are not called: torch would call them with None, but a node does not tell which they are.)
+`run_node` repeats the engine's work around one node: the node's own hooks, zeros for undefined gradients of a Python
+function, the search for nan in anomaly mode, and results reduced to the edges that need them, in their dtype and shape.
+It calls no tensor hooks: the engine ran those when it stopped at the node. (For a node that only undefined gradients
+reach, torch would call its tensor hooks with None; here nothing calls them, because a node does not list them.)
 
-`torch.utils.checkpoint` with use_reentrant=True always runs this way: it starts a backward pass of its own, which torch
-allows only outside `inputs=` passes, and which would add the gradients of its recomputed part to `.grad`.
+`torch.utils.checkpoint` with use_reentrant=True always runs by `run_node`: it starts a backward pass of its own, which
+torch allows only outside `inputs=` passes, and which would add the gradients of its recomputed part to `.grad`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Gradients = list[torch.Tensor | None]
 Roots = dict[Edge, torch.Tensor]
 RunInner = Callable[[Roots, Sequence[Edge]], Gradients]
 
-_new_tuple: Any = tuple.__new__  # without GradientEdge's own function
+_new_tuple: Any = tuple.__new__  # quicker than GradientEdge's own __new__, a Python function
 _run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 
 CHECKPOINT: Final[type] = CheckpointFunction._backward_cls
 
 
 def run_engine(roots: Roots, inputs: Iterable[Edge], keep_graph: bool) -> tuple[torch.Tensor | None, ...]:
-    """Gradients that arrive at ``inputs``. torch.autograd.grad does the same and takes 25 us longer."""
-    # With `inputs`, the engine runs only nodes on the way to one of them, and captures what arrives there. It does not
-    # run the accumulators of leaves, so `.grad` stays as it is; their hooks are called in `LocalPass._finish`.
+    """Return the gradients that arrive at ``inputs``. torch.autograd.grad does the same and takes 25 us longer."""
+    # With `inputs`, the engine runs only nodes on the way to one of them, and captures the gradients there. It does not
+    # run the accumulators of leaves, so `.grad` stays as it is; `LocalPass._finish` calls their hooks.
     wanted: list[GradientEdge] = []
     starts: list[GradientEdge] = []
     for node, index in inputs:
@@ -56,7 +56,7 @@ def run_engine(roots: Roots, inputs: Iterable[Edge], keep_graph: bool) -> tuple[
 
 
 def run_node(node: Node, gradients: Gradients, run_inner: RunInner) -> Iterator[tuple[Edge, torch.Tensor]]:
-    """Call ``node``; yield the gradient for each of its edges. ``run_inner`` runs a recomputed graph."""
+    """Call ``node``; yield the gradient of each of its edges. ``run_inner`` runs a recomputed graph."""
     with torch.no_grad():
         for hook in hooks_of(node.register_prehook):
             gradients = replaced(gradients, hook(tuple(gradients)))
@@ -72,7 +72,7 @@ def run_node(node: Node, gradients: Gradients, run_inner: RunInner) -> Iterator[
 
 
 def replaced(values: Gradients, result: Any) -> Gradients:
-    """A hook returns nothing, one tensor, or a tuple of all."""
+    """Return the values after a hook that returned ``result``: None, one tensor, or a tuple of all."""
     if result is None:
         return values
     return list(result) if isinstance(result, tuple) else [result]
@@ -81,8 +81,8 @@ def replaced(values: Gradients, result: Any) -> Gradients:
 def _call(node: Node, gradients: Gradients, run_inner: RunInner) -> Gradients:
     if not isinstance(node, BackwardCFunction):
         return _as_list(node(*gradients))
-    # Whether the function asked for None instead of zeros cannot be read; zeros give the same gradients, and are what
-    # torch.distributed.autograd gives to every function behind a worker's edge.
+    # torch does not tell whether the function asked for None instead of zeros. Zeros give the same gradients, and
+    # torch.distributed.autograd passes them to every function behind a worker's edge.
     filled: Gradients = [
         torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if gradient is None else gradient
         for gradient, meta in zip(gradients, node._input_metadata, strict=True)  # type: ignore[attr-defined]
@@ -90,7 +90,8 @@ def _call(node: Node, gradients: Gradients, run_inner: RunInner) -> Gradients:
     is_checkpoint = type(node) is CHECKPOINT
     plain: Any = node.apply
     results = _call_checkpoint(node, filled, run_inner) if is_checkpoint else _as_list(plain(*filled))
-    # One result for each argument; edges only for tensors. Both agree on what needs a gradient.
+    # The function returns one result for each argument, but only tensors have edges. Arguments that need a gradient and
+    # edges with a node correspond, in order.
     wanted = iter([result for result, needed in zip(results, node.needs_input_grad, strict=False) if needed])
     return [None if child is None else next(wanted, None) for child, _ in node.next_functions]
 
@@ -109,7 +110,7 @@ def _as_list(results: Any) -> Gradients:
 
 
 def _fitted(gradient: torch.Tensor, edge: Edge) -> torch.Tensor:
-    """``gradient`` with the dtype and the shape of its tensor, as the engine hands it from node to node."""
+    """Convert ``gradient`` to the dtype and the shape of its tensor, as the engine does between nodes."""
     meta = edge[0]._input_metadata[edge[1]]
     if gradient.dtype is not meta.dtype:
         gradient = gradient.to(meta.dtype)
@@ -119,7 +120,7 @@ def _fitted(gradient: torch.Tensor, edge: Edge) -> torch.Tensor:
 
 
 class _Divert(torch.autograd.Function):
-    """A stand-in for recomputed outputs: ``run_inner`` runs their graph, not the pass that the checkpoint starts."""
+    """A stand-in for recomputed outputs: ``run_inner`` runs their graph, instead of the checkpoint's own pass."""
 
     @staticmethod
     def forward(

@@ -4,8 +4,8 @@ Threads: the readers of messages, the I/O thread when a peer is lost, and a thre
 events into the pass's ``inbox``, and touch nothing else. One thread at a time, the holder of the ``working`` lock,
 takes events out, runs the ready part of the graph and sends the results, one bundle for each worker. A part owns no
 thread: at the origin the caller of `backward` holds the lock from beginning to end; elsewhere the thread that filled
-the inbox claims the lock, and the `Port` lends a thread to `run`. An abort thus waits for the engine call that is
-under way, which torch would not stop anyway; in return nothing but the inbox is shared.
+the inbox claims the lock, and the `Port` provides a thread for `run`. So an abort waits for the engine call under way,
+which torch cannot stop anyway; in return, threads share nothing but the inbox.
 
 Leaf gradients reach the context only when the part is finished, so a failed pass leaves nothing behind.
 """
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class Gradient(msgspec.Struct, frozen=True):
-    """The answer of a receive to its send; empty where the pass did not reach any tensor of the message."""
+    """The answer of a receive to its send; empty if the pass reached no tensor of the message."""
 
     context_id: int
     pass_id: PassId
@@ -64,7 +64,7 @@ Event = tuple[Gradient | PartFailed | WorkerLost | protocol.PassMessage, int]
 
 
 class Port(Protocol):
-    """The runtime, as a node's contexts see it."""
+    """The interface of a node's contexts to the runtime."""
 
     @property
     def worker_id(self) -> int:
@@ -72,17 +72,17 @@ class Port(Protocol):
 
     @property
     def origin(self) -> int:
-        """The first bits of the ids of this worker's contexts."""
+        """The leading bits of the ids of this worker's contexts."""
 
     def send(self, worker_id: int, messages: Sequence[Message], awaited: LocalPass | None = None) -> None:
         """Deliver ``messages`` together to that worker's `Contexts.deliver`.
 
-        With ``awaited`` the calling thread has nothing else to do than to read the link, if that helps, until the
-        inbox of ``awaited`` has something.
+        With ``awaited`` the calling thread may read the link until the inbox of ``awaited`` has an event: it has
+        nothing else to do.
         """
 
     def send_later(self, worker_id: int, message: Message) -> None:
-        """Deliver ``message`` with the next ones to that worker, or soon; never raises."""
+        """Deliver ``message`` together with the next ones to that worker, or soon; never raises."""
 
     def submit(self, local: LocalPass) -> None:
         """Call ``local.run`` soon, within ``local.profile``, on a thread for user functions."""
@@ -91,32 +91,32 @@ class Port(Protocol):
         """Flush ``local`` and wait for an event in its inbox; None: its deadline has passed."""
 
     def knows(self, peer: Any) -> bool:
-        """Whether ``peer`` is a peer of this worker, and not of another one in this process."""
+        """Is ``peer`` a peer of this worker, and not of another one in this process?"""
 
     def workers(self) -> frozenset[int]:
-        """All workers of the cluster that are known to this one."""
+        """Return all workers of the cluster that this one knows."""
 
     def info(self, worker_id: int) -> WorkerInfo | None:
-        """The name and rank of a worker, also of one that is gone."""
+        """Return the name and rank of a worker, also of one that is gone."""
 
     def now(self) -> float:
-        """Seconds, of any monotonic clock."""
+        """Return the time of any monotonic clock, in seconds."""
 
     def pass_ended(self) -> None:
-        """A call of `backward` is over: a shutdown may be waiting for that."""
+        """Announce that a call of `backward` is over: a shutdown may be waiting for it."""
 
     def profile_call(self, worker_id: int, run: RunProfile | None) -> CallProfile | None:
-        """A worker is to be told to join, by the profiled thread or on behalf of ``run``."""
+        """Begin the profile of a StartPass to a worker, for the profiled thread or on behalf of ``run``."""
 
     def profile_run(self, wanted: ProfileWanted | None) -> RunProfile | None:
-        """This worker's part is to be profiled, as ``wanted`` by the worker that told it to join."""
+        """Begin the profile of this worker's part, as ``wanted`` by the worker that sent its StartPass."""
 
 
 class LocalPass:
-    """One worker's part in one pass. Made under its context's lock, which makes the snapshot of the graph one.
+    """One worker's part in one pass. Made under its context's lock, so the snapshot of the graph is consistent.
 
-    Mutable: ``inbox`` for all threads; for the holder of ``working``, the graph (None once this part is over), the
-    outbox, and ``failure``, of which only the origin's is seen by a program.
+    Mutable: ``inbox``, by all threads; by the holder of ``working``, the graph (None once this part is over), the
+    outbox, and ``failure``, which a program sees at the origin only.
     """
 
     __slots__ = (
@@ -152,7 +152,7 @@ class LocalPass:
         self._outbox: dict[int, list[Message]] = {}
         for sender, message_id in context.declined:
             self._outbox.setdefault(sender, []).append(Gradient(context.id, machine.pass_id, message_id, {}))
-        # Sends and receives are fixed here: a receive recorded later answers by itself (`Context.record_receive`).
+        # The snapshot of sends and receives: a receive recorded later answers by itself (`Context.record_receive`).
         sends: dict[int, Sequence[Edge]] = {}
         for message_id, send in context.sends.items():
             sends[message_id] = send.next_functions
@@ -162,31 +162,31 @@ class LocalPass:
             context.receives.values(),
             begin.retain_graph,
         )
-        # At the origin the profiler, if there is one, is that of the thread that called `backward`.
+        # The origin needs no profile of its own: the thread that called `backward` may be profiled already.
         self.profile: RunProfile | None = None
-        """If there is one, it runs `run`."""
+        """The profile within which the port calls `run`, if this part is profiled."""
         if roots is None and (profile is not None or PROFILING.everywhere):
             self.profile = port.profile_run(profile)
         self._profiled_calls: dict[int, CallProfile] = {}
         effects = machine.handle(begin, 0.0)
         if effects:
-            self._apply(effects)  # the peers are told with the first bundle
+            self._apply(effects)  # only into the outbox: the first bundle carries these messages
 
     @property
     def arrived(self) -> bool:
-        """Whether the inbox has something: a thread that reads a link for this pass may stop."""
+        """Has the inbox an event? Then a thread that reads a link for this pass may stop."""
         return not self.inbox.empty()
 
     def post(self, event: Gradient | PartFailed | WorkerLost | protocol.PassMessage) -> None:
-        """Have ``event`` handled soon, on the thread that works on this pass. From any thread."""
+        """Have the thread that works on this pass handle ``event`` soon. From any thread."""
         self.inbox.put((event, -1))
         if self.working.acquire(False):
             self._port.submit(self)
 
     def answer_late(self, message_id: int, worker_id: int) -> None:
-        """Send "none" for a receive that was recorded after this worker joined: it cannot lead to the loss."""
+        """Answer "none" for a receive that was recorded after this worker joined: it cannot lead to the loss."""
         machine = self.machine
-        # Also after this part is done: the sender may still be waiting. At the origin, no part is left by then.
+        # Also after this part is done: the sender may still wait. Once the origin is done, no part is left that waits.
         if machine.state is protocol.PassState.FAILED or (machine.parent is None and machine.ended):
             return
         try:
@@ -206,7 +206,7 @@ class LocalPass:
             if self._outbox:
                 self.flush()
         except BaseException:
-            # Ctrl-C ended the wait. The other workers must not wait for this one: another thread tells them.
+            # Ctrl-C ended the wait. The other workers must not wait for this one: another thread sends the abort.
             self.working.release()
             self.post(PartFailed("the call of backward was interrupted"))
             raise
@@ -217,7 +217,7 @@ class LocalPass:
             self._handle(None)
             self.flush()
             self.working.release()
-            # An event put into the inbox before the line above found the lock taken, so it must be seen here.
+            # Race: an event that came before the release found the lock taken, so nobody claimed it. Look again.
             if self.inbox.empty() or not self.working.acquire(False):
                 return
 
@@ -285,9 +285,9 @@ class LocalPass:
                 self.failure = kind(f"Error on Node {number}: {effect.reason}{where}")
 
     def _with_profile(self, worker_id: int, message: protocol.PassMessage) -> protocol.PassMessage:
-        """``message``, which asks for or carries the record of this pass, if there is one."""
+        """Return ``message`` with the request for a profile of this pass, or with the finished profile."""
         if isinstance(message, StartPass):
-            # Elsewhere than at the origin the thread may be profiled for another reason than this pass.
+            # Except at the origin, the thread may be profiled for another reason than this pass.
             if self.machine.parent is None or self.profile is not None or PROFILING.everywhere:
                 call = self._port.profile_call(worker_id, self.profile)
                 if call is not None:
@@ -303,7 +303,7 @@ class LocalPass:
         outbox, self._outbox = self._outbox, {}
         own = outbox.pop(self.machine.me, None)
         if own is not None:
-            self._port.send(self.machine.me, own)  # first: it may set off the very part that is awaited
+            self._port.send(self.machine.me, own)  # first: it may start the very part that is awaited
         for worker_id, messages in outbox.items():
             try:
                 self._port.send(worker_id, messages, awaited)
@@ -312,6 +312,6 @@ class LocalPass:
 
 
 def _leave_mark(name: str) -> None:
-    """Show a profiler that a send was given its gradient, or a receive sent one: neither takes time of its own."""
+    """Show a profiler that a send got its gradient, or that a receive sent one: an event without duration."""
     with record_function(name):
         pass

@@ -1,11 +1,11 @@
-"""A graph whose sources are heard in an order that matters: each node runs when all that leads to it is heard.
+"""A graph whose sources depend on each other: each node runs when all sources that lead to it are heard.
 
-What is still to come may depend on what this worker sends first, so the part that is *ready* runs: the nodes all of
-whose inputs have been heard. The engine can stop at a node (it hands out what arrives there, after that tensor's
-hooks), but it cannot compute a gradient for an edge without visiting the edge's far end, where hooks would see a
-partial gradient. So a node with an edge into the part that is not ready is taken out: the engine stops there,
-`run_node` calls the node alone, and its results wait in a buffer. A node that only undefined gradients reach from
-outside an engine call is called alone, too: the engine follows undefined gradients, but cannot start with one.
+Gradients that have not arrived may depend on gradients that this worker must send first. So the *ready* part runs: the
+nodes all of whose inputs have been heard. The engine can stop at a node (it returns the gradient that arrives there,
+after the tensor's hooks), but it cannot compute a gradient for an edge without visiting the edge's far end, where hooks
+would see a partial gradient. So a node with an edge into the part that is not ready is a *lone* node: the engine stops
+there, `run_node` calls the node alone, and its results wait in a buffer. A node that only undefined gradients reach
+from outside an engine call is called alone too: the engine follows undefined gradients, but cannot start with one.
 
 Used by `LocalGraph` alone, whose invariant it keeps.
 """
@@ -23,18 +23,18 @@ from farcall.autograd.nodes import CHECKPOINT, Gradients, Roots, RunInner, run_e
 from farcall.protocol.gradients import Wavefront
 
 Answers = dict[Node, Reached]
-"""What the pass brought to each receive."""
+"""The gradients with which each receive answers."""
 Heard = list[tuple[Edge, bool]]
-"""Edges of sources that have been heard, and whether the pass reached them."""
+"""Edges of heard sources, and whether the pass reached them."""
 
 _sequence_number = methodcaller("_sequence_nr")
 
 
 class Phases:
-    """One worker's part of the graph of one pass, from the moment when its sources are known to depend on each other.
+    """One worker's part of the graph of one pass, once its sources are known to depend on each other.
 
-    Mutable: ``buffers``, ``leaves`` and ``unanswered``, which are the `LocalGraph`'s; the nodes that are ready and wait
-    for a reason to run; what has arrived at receives.
+    Mutable: ``_buffers``, ``_leaves`` and ``_unanswered``, shared with the `LocalGraph`; ``_ready``, nodes that wait
+    for a run to become worthwhile; ``_arrived``, gradients at receives.
     """
 
     __slots__ = (
@@ -60,12 +60,12 @@ class Phases:
         unanswered: dict[Node, None],
         keep_graph: bool,
     ) -> None:
-        """Find the nodes that the sources reach, and what each waits for."""
+        """Find the nodes behind the sources, and the inputs that each waits for."""
         self._buffers = buffers
         self._leaves = leaves
         self._unanswered = unanswered
         self._keep_graph = keep_graph
-        self._arrived: Answers = {}  # what the receives that were reached will answer
+        self._arrived: Answers = {}  # the answers of reached receives, until they are complete
         self._ready: list[Node] = []
         self._leaf_masks: dict[Node, int] = {}
         self._leaf_count = 0
@@ -93,7 +93,7 @@ class Phases:
         self._front: Wavefront[Node] = Wavefront(targets, following)
 
     def run(self, heard: Heard, run_inner: RunInner, *, is_last: bool) -> Answers:
-        """Run the nodes that have become ready; return the answers of the receives that this decides."""
+        """Run the nodes that have become ready; return the answers of the receives that are now decided."""
         answers: Answers = {}
         unanswered = self._unanswered
         for node in unanswered:
@@ -114,7 +114,8 @@ class Phases:
             if type(node) is not ACCUMULATE or node.variable._backward_hooks:
                 self._ready.append(node)
                 is_due = is_due or type(node) is RECEIVE
-        # A run that lets no receive answer moves nothing while more is to come: one larger run later is cheaper.
+        # While sends are unheard, a run after which no receive can answer helps no other worker: one larger run later
+        # is cheaper.
         if is_due and self._ready:
             ready, self._ready = self._ready, []
             level, alone = self._plan(ready)
@@ -133,26 +134,26 @@ class Phases:
         return answers
 
     def _reach(self, edge: Edge) -> None:
-        """Note that the pass has reached an edge; a receive answers for those of its tensors, and for no other."""
+        """Record that the pass has reached an edge. A receive answers for its reached tensors only."""
         if edge[0] in self._unanswered:
             self._arrived.setdefault(edge[0], {}).setdefault(edge[1], None)
 
     def _arrive(self, edge: Edge, gradient: torch.Tensor | None) -> None:
-        """Store what arrived at a leaf or a receive."""
+        """Store a gradient that arrived at a leaf or a receive."""
         node, index = edge
         if type(node) is RECEIVE:
-            if node in self._unanswered:  # one of another context is a constant here: its sender does not wait
+            if node in self._unanswered:  # a receive of another context is a constant here: its sender does not wait
                 self._arrived.setdefault(node, {})[index] = gradient
         elif gradient is not None:
             known = self._leaves.get(node)
             self._leaves[node] = gradient if known is None else add_gradients(known, gradient)
 
     def _plan(self, ready: list[Node]) -> tuple[dict[Node, int], set[Node]]:
-        """Which nodes must be called alone, and after how many of those each node comes.
+        """Return the level of each node (how many lone nodes lie before it on a path), and the set of lone nodes.
 
-        One engine call per level; it stops at this level's lone nodes. A node joins them when an edge of it
-        leads (a) into the part that is not ready, (b) to a later level, or (c) to a leaf that a lone node of
-        its level leads to as well: asking the engine for that leaf would make it run through the lone node.
+        Each level is one engine call, which stops at the lone nodes of the level. A node is lone when an edge of it
+        leads (a) into the part that is not ready, (b) to a later level, or (c) to a leaf to which a lone node of its
+        level leads as well: asking the engine for that leaf would make it run through the lone node.
         """
         level = dict.fromkeys(ready, 0)
         alone: set[Node] = set()
@@ -193,7 +194,7 @@ class Phases:
         return False
 
     def _leaf_mask(self, start: Node) -> int:
-        """The leaves that ``start`` leads to, one bit each."""
+        """Return the leaves to which ``start`` leads, one bit each."""
         masks = self._leaf_masks
         stack = [start]
         while stack:
@@ -244,12 +245,12 @@ class Phases:
                 arrived.setdefault(edge[0], []).append(gradient)
             else:
                 self._arrive(edge, gradient)
-        for node in sorted(arrived, key=_sequence_number, reverse=True):  # as the engine: the one made last first
+        for node in sorted(arrived, key=_sequence_number, reverse=True):  # like the engine: newest node first
             for edge, result in run_node(node, arrived[node], run_inner):
                 feed(edge, result, self._buffers, self._leaves)
 
     def _call_unstarted(self, nodes: list[Node], alone: set[Node], run_inner: RunInner) -> list[Node]:
-        """Call the nodes to which no gradient leads, only undefined ones; return the others."""
+        """Call the nodes that only undefined gradients reach; return the others."""
         rest: list[Node] = []
         started = {node for node, _ in self._buffers}
         for node in nodes:  # in topological order

@@ -1,18 +1,18 @@
-"""Distributed autograd at a node: its contexts, joined to calls, links, threads and the deaths of peers.
+"""Distributed autograd at a node: joins its contexts to calls, links, threads and the deaths of peers.
 
-Messages between contexts travel in frames of their own kind. A frame is never answered, and nothing on its way waits
-for a thread that runs user functions: the thread that reads it hands it to the contexts. What may be late
-(`send_later`) travels with the next frame to that worker, or after HELD_BACK_S.
+Messages between contexts travel in frames of their own kind. A frame is never answered, and never waits for a thread
+that runs user functions: the thread that reads it hands it to the contexts. Messages that may be late (`send_later`)
+travel with the next frame to that worker, or after HELD_BACK_S.
 
     flags  payload of a frame
-    0      msgpack: what steers a pass, and no gradient; small, and nothing is unpickled
-    1      a value, written as the arguments of calls are: the former, and gradients
+    0      msgpack: control messages of passes, no gradient; small, and nothing is unpickled
+    1      a value, pickled like the arguments of calls: control messages, and gradients
 
-Of one frame, what steers is delivered first, then the gradients; contexts do not depend on their order.
+Control messages of a frame are delivered before its gradients; contexts do not depend on that order.
 
-Graphs run on workers of the executor, or on the thread that called `backward`. Where the last part of a pass that a
-peer's message set off was quick, the I/O thread itself runs the next one, as quick functions (`runtime/io/reader.py`):
-if it is slow after all, another thread takes the role over.
+Graphs run on workers of the executor, or on the thread that called `backward`. If the last part that a peer's message
+started was quick, the I/O thread itself runs the next one, like quick functions (`runtime/io/reader.py`): if that is
+slow after all, another thread takes over the reader role.
 """
 
 from __future__ import annotations
@@ -50,34 +50,34 @@ from farcall.serialize import read_value, withdraw, write_value
 logger: logging.Logger = logging.getLogger("farcall")
 
 GRADIENTS: Final = 1
-"""The subject of these frames, in the place of the call id."""
+"""The subject of these frames, in place of the call id."""
 QUICK_S: Final = 1e-3
-"""A part of a pass that took less than this is expected to be as quick the next time."""
+"""A part of a pass that took less than this counts as quick, and is expected to be quick the next time."""
 DEVICE_QUICK_S: Final = 2e-3
-"""The same with a device: torch's engine hands such a part to a thread of its own, which costs no time of this one."""
+"""The same with devices: longer, because torch's engine runs such a part on its own device thread."""
 HELD_BACK_S: Final = 0.05
-"""The longest that a message waits for another one to travel with."""
+"""The longest time that `send_later` holds a message back."""
 
 SMALL_BYTES: Final = 1 << 16
-"""Gradients up to this size are laid out densely before they travel."""
+"""Strided gradients up to this size are made contiguous before they are sent."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[list[protocol.Message]] = msgspec.msgpack.Decoder(list[protocol.Message])
 
 
 def encode_messages(messages: Sequence[Message], peer: Peer) -> Frame:
-    """The frame of ``messages``."""
+    """Encode ``messages`` in one frame."""
     steering: list[protocol.Message] = []
     carried: list[tuple[int, int, int, int, Reached]] = []
     for message in messages:
         if type(message) is Gradient:
-            # As a plain tuple: naming a class costs more than all the rest of a small gradient.
+            # A plain tuple: pickling a class name costs more than all the rest of a small gradient.
             pass_id, gradients = message.pass_id, message.gradients
             for place, gradient in gradients.items():
                 if gradient is None or gradient.layout is not torch.strided or gradient.is_contiguous():
                     continue
                 if gradient.nbytes <= SMALL_BYTES:
-                    # That of a sum is one number, expanded. A copy here is cheaper than a description of the strides.
+                    # The gradient of a sum is one expanded number. A copy is cheaper than encoding the strides.
                     gradients[place] = gradient.contiguous()
             carried.append((message.context_id, pass_id.origin, pass_id.number, message.message_id, gradients))
         else:
@@ -91,7 +91,7 @@ def encode_messages(messages: Sequence[Message], peer: Peer) -> Frame:
 
 
 def decode_messages(frame: Frame, peer: Peer) -> list[Message]:
-    """The messages in a frame, or ``ProtocolError``."""
+    """Decode the messages of a frame; raise ``ProtocolError`` if they are malformed."""
     steering, carried = read_value(frame, peer) if frame.flags else (frame.payload, ())
     try:
         messages: list[Message] = [] if carried and not steering else [*_decoder.decode(steering)]
@@ -99,16 +99,16 @@ def decode_messages(frame: Frame, peer: Peer) -> list[Message]:
         raise ProtocolError(f"cannot read gradient messages of {len(steering)} bytes: {error}") from error
     for context_id, origin, number, message_id, gradients in carried:
         messages.append(Gradient(context_id, PassId(origin, number), message_id, gradients))
-    frame.buffers = ()  # the reader, further up the stack, holds the frame
+    frame.buffers = ()  # free the buffers now: the reader, further up the stack, still holds the frame
     return messages
 
 
 class Recorder:
-    """Distributed autograd at one node, ``node.part(Recorder)``: its contexts, and the `Port` that they speak to.
+    """Distributed autograd at one node, ``node.part(Recorder)``: its contexts, and the `Port` that they use.
 
-    Mutable: ``_held_back``, messages by worker that travel with the next frame; ``_quick``, by the worker whose
-    message set a graph off, whether that was quick; ``_gone``, the names of lost workers. Any thread touches all
-    three: the first under its lock, the others by one atomic operation at a time.
+    Mutable: ``_held_back``, by worker, messages that travel with the next frame; ``_quick``, by worker, whether the
+    last part that its message started was quick; ``_gone``, the names of lost workers. Any thread changes all three:
+    the first under its lock, the others by single atomic operations.
     """
 
     def __init__(self, node: Runtime) -> None:
@@ -119,7 +119,7 @@ class Recorder:
         self.now = monotonic
         self.pass_ended: Callable[[], None] = node.something_ended
         self._held_back: dict[int, list[Message]] = {}
-        self._held_back_lock = threading.RLock()  # reentrant, as those of the contexts
+        self._held_back_lock = threading.RLock()  # re-entrant for the same reason as the locks of contexts
         self._flush_timer = node.timer(self._flush_held_back)
         self._quick: dict[int, bool] = {}
         self._gone: dict[int, WorkerInfo] = {}
@@ -139,11 +139,11 @@ class Recorder:
         if devices is None:
             self.contexts.backward(context_id, roots, retain_graph, timeout_s)
         else:
-            # All work of autograd is on the default streams: that orders it.
+            # All autograd work runs on the default streams, which order it.
             devices.on_default_streams(lambda: self.contexts.backward(context_id, roots, retain_graph, timeout_s))
 
     def get_gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-        """The gradients of a context; those on devices are ready on the current streams."""
+        """Return the gradients of a context; those on devices are ready on the current streams."""
         gradients = self.contexts.get_gradients(context_id)
         devices = self.node.devices
         if devices is not None:
@@ -158,14 +158,14 @@ class Recorder:
     def find_context(self, frame: Frame, notes: Notes) -> None:
         """Give ``frame`` the context that its notes name."""
         contexts = self.contexts
-        # An answer brings no context to life: its caller's has been released if it is not here.
+        # An answer must not make a context: if the caller's is not here, it has been released.
         find = contexts.admit if frame.kind == REQUEST else contexts.find
         recording = find(notes.context_id)
         if recording is not None:
             frame.recording, frame.message_id = recording, notes.message_id
 
     def take_frame(self, peer: Peer, frame: Frame) -> None:
-        """On the thread that reads: hand the messages to the contexts, then see to the passes that they set off."""
+        """On the thread that reads the link: deliver the messages, then have the passes run that they started."""
         devices = self.node.devices
         passes: list[LocalPass] = []
         try:
@@ -188,13 +188,13 @@ class Recorder:
                 self._quick[peer.number] = False
 
     def _on_peer_gone(self, peer: Peer) -> None:
-        # On the I/O thread; what follows may send messages, and waits for nobody.
+        # On the I/O thread: this may send messages, but must not wait.
         self._gone[peer.number] = peer.info
         self._held_back.pop(peer.number, None)
         self.contexts.worker_lost(peer.number, f"{peer.info.name} is gone", _origin_of(peer))
 
     def _close(self) -> None:
-        """The node ends: let go of every graph."""
+        """The node ends: release every context and its graph."""
         for context_id in self.contexts.ids():
             self.contexts.release(context_id)
 
@@ -215,9 +215,9 @@ class Recorder:
         if held_back is not None:
             messages = [*messages, *held_back]
         elif not messages:
-            return  # another thread was faster
+            return  # another thread has sent the held-back messages
         frame = encode_messages(messages, peer)
-        # Bounded: a peer that takes no bytes must fail the pass and not hang it.
+        # Bounded: a peer that accepts no bytes must fail the pass, not hang it.
         deadline = monotonic() + node.timeout_s if node.timeout_s else NEVER
         if awaited is not None and awaited.machine.deadline is not None:
             deadline = awaited.machine.deadline
@@ -231,11 +231,11 @@ class Recorder:
         with self._held_back_lock:
             self._held_back.setdefault(worker_id, []).append(message)
         if self._flush_timer.due == NEVER:
-            # Once for all that gather until then: in a training loop most travel with a frame of the next step.
+            # One timer for all messages until then: in a training loop most travel with a frame of the next step.
             self._flush_timer.at(monotonic() + HELD_BACK_S)
 
     def _flush_held_back(self, now: float) -> float:
-        """On the I/O thread: send what found no frame to travel with."""
+        """On the I/O thread: send held-back messages that no other frame has taken along."""
         for worker_id in list(self._held_back):
             try:
                 self.send(worker_id, ())
@@ -251,7 +251,7 @@ class Recorder:
         others = local.machine.peers - {self.worker_id}
         with node.calls.waiting():
             if len(others) == 1 and monotonic() < deadline:
-                # All that is to come comes over one link: reading it here saves a hop between threads.
+                # All further events come over one link: reading it on this thread saves a hop between threads.
                 local.flush(awaited=local)
                 if local.inbox.empty():
                     peer = node.numbered(*others)
@@ -273,7 +273,7 @@ class Recorder:
 
     def profile_call(self, worker_id: int, run: RunProfile | None) -> CallProfile | None:
         peer = self.node.numbered(worker_id)
-        # Of one that is gone there is nothing to record; the message to it fails the pass.
+        # A worker that is gone has nothing to profile; the message to it fails the pass.
         return None if peer is None else PROFILING.begin_call(self.node, peer, "backward", None, run)
 
     def profile_run(self, wanted: ProfileWanted | None) -> RunProfile | None:
@@ -309,11 +309,11 @@ class _Work:
 
 
 def _origin_of(peer: Peer) -> int:
-    """The first bits of the ids of a worker's contexts: its rank, then 16 bits that tell incarnations apart.
+    """Return the leading bits of the ids of a worker's contexts: its rank, then 16 bits of its incarnation.
 
-    Two incarnations that share an origin by chance begin to count at different numbers.
+    Two incarnations that share an origin by chance begin to count at different, random numbers.
     """
     rank = peer.info.id
     if peer.number == rank:
-        return rank << 16  # in a group of fixed size, where a rank is never given away again
+        return rank << 16  # in a group of fixed size, which never reuses a rank
     return (rank & 0x7FFF) << 16 | (peer.incarnation & 0xFFFF)

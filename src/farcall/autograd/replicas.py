@@ -1,13 +1,13 @@
-"""DistributedDataParallel inside a context: leaf gradients pass through the reducer on their way into it.
+"""DistributedDataParallel inside a context: leaf gradients pass through the reducer on their way into the context.
 
-The reducer hangs on its parameters' accumulators, reads `.grad`, and works within an engine pass. Passes of contexts
-stop before the accumulators. So when a worker's part is finished, the gradients of each replicated module's
-parameters go through their accumulators in a small pass of their own, with the user's `.grad` set aside: the reducer
-averages them as ever, and the result goes to the context. Communication does not overlap with the part's computation.
+The reducer hooks its parameters' accumulators, reads `.grad`, and works within an engine pass. Passes of contexts stop
+before the accumulators. So when a worker's part is finished, the gradients of each replicated module's parameters go
+through their accumulators in a small pass of their own, with the user's `.grad` set aside: the reducer averages them
+as usual, and the result goes to the context. Communication does not overlap with the part's computation.
 
-A parameter does not say whether it is replicated, so modules are noted when they are built. They are reduced in the
-order of building, the same on all ranks. `static_graph=True` is refused: it reduces at the end of the pass that
-computes the gradients.
+A parameter does not tell whether it is replicated, so a hook registers replicated modules when they are built. They are
+reduced in that order, the same on all ranks. `static_graph=True` raises an error: it reduces at the end of the pass
+that computes the gradients.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from farcall.autograd.leaves import register_own_hook
 
 LeafGradients = dict[torch.Tensor, torch.Tensor]
 
-# Of the process, as the modules are; weak, so that no module lives longer for being noted.
+# State of the process, because modules belong to no node. Weak keys: the table must not keep a module alive.
 REPLICAS: Final[WeakKeyDictionary[DistributedDataParallel, threading.Lock]] = WeakKeyDictionary()
 _watching = threading.Lock()
 _is_watching = False
 
 
 def watch_replicas() -> None:
-    """Note replicated modules from now on, and those there are already."""
+    """Register all replicated modules that exist, and from now on every new one."""
     global _is_watching
     with _watching:
         if _is_watching:
@@ -40,20 +40,20 @@ def watch_replicas() -> None:
         _is_watching = True
         register_own_hook(lambda: register_module_module_registration_hook(_note))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # Without a process group there can be none, and this takes tens of milliseconds.
+        # This takes tens of milliseconds; without a process group no replicated module can exist.
         for thing in gc.get_objects():
             if type(thing) is DistributedDataParallel:
                 REPLICAS.setdefault(thing, threading.Lock())
 
 
 def _note(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:
-    # Called for every submodule set anywhere; a replicated module sets its only one while it is built.
+    # torch calls this for every submodule set anywhere; a replicated module sets its only one while it is built.
     if isinstance(module, DistributedDataParallel):
         REPLICAS.setdefault(module, threading.Lock())
 
 
 class _Deliver(torch.autograd.Function):
-    """A scalar whose backward hands out ready-made gradients."""
+    """A scalar whose backward returns given gradients."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor], *parameters: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class _Deliver(torch.autograd.Function):
 
 
 def reduce_gradients(leaves: LeafGradients) -> LeafGradients:
-    """``leaves``, with the gradients of replicated parameters as their reducers return them."""
+    """Return ``leaves`` with the gradients of replicated parameters averaged by their reducers."""
     for replica, lock in list(REPLICAS.items()):
         if replica.require_backward_grad_sync:
             leaves = _reduced(replica, lock, leaves)
@@ -94,7 +94,7 @@ def _reduced(replica: DistributedDataParallel, lock: threading.Lock, leaves: Lea
                 scalar = _Deliver.apply([leaves[p] for p in given], *given)  # type: ignore[no-untyped-call]
             torch.autograd.backward([scalar])
             for parameter in parameters:
-                # Also those unused here: another rank may have used them.
+                # Also parameters unused here: another rank may have used them.
                 if parameter.grad is not None:
                     is_view = replica.gradient_as_bucket_view
                     leaves[parameter] = parameter.grad.clone() if is_view else parameter.grad

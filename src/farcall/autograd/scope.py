@@ -1,7 +1,7 @@
 """The functions of ``farcall.autograd``: contexts, backward passes and gradients, at the current node.
 
-Each is a few lines over the node's contexts. The names with an underscore are those by which programs written for
-``torch.distributed.autograd`` look inside.
+Each is a few lines over the node's contexts. The names with an underscore are those of ``torch.distributed.autograd``,
+by which programs look inside.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def _contexts() -> Contexts:
 class context:
     """``with context() as context_id:`` records the calls made inside, by this thread and by the functions it calls.
 
-    Tensors that need a gradient and cross workers inside the block are tied together at both ends. On leaving, this
-    worker forgets the context and its gradients, and soon every other that knows it. Contexts of one thread do not
-    nest; those of different threads and coroutines are independent.
+    Tensors that need a gradient and cross workers inside the block are tied together at both ends. At the end of the
+    block this worker forgets the context and its gradients; the other workers that know it follow soon. Contexts of one
+    thread do not nest; those of different threads and coroutines are independent.
     """
 
     def __init__(self, node: HasRuntime | None = None) -> None:
@@ -54,8 +54,8 @@ class context:
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
     """Run a backward pass from ``roots`` over all workers; the gradients are in the context when this returns.
 
-    The gradient of each parameter lives in the context of the worker that owns it, see `get_gradients`; no ``.grad`` is
-    touched. Several passes in one context add up. Results that do not reach a root are no obstacle.
+    Each worker's context holds the gradients of that worker's parameters, see `get_gradients`; no ``.grad`` changes.
+    Several passes in one context add up. Results of calls need not lead to a root.
 
     Args:
         context_id: the context in which the roots were computed.
@@ -78,7 +78,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """The gradients that this worker has in a context, by tensor."""
+    """Return the gradients that this worker has in a context, by tensor."""
     return current_runtime().part(Recorder).get_gradients(context_id)
 
 
@@ -95,29 +95,29 @@ def _release_context(context_id: int) -> None:
 
 
 def _current_context() -> Context:
-    """The context this thread is in."""
+    """Return the context that this thread is in."""
     return _contexts().current()
 
 
 def _retrieve_context(context_id: int) -> Context:
-    """The context of that id, if this worker knows it."""
+    """Return the context with that id; raise if this worker does not know it."""
     return _contexts().retrieve(context_id)
 
 
 def _is_valid_context(context_id: int) -> bool:
-    """Whether this worker knows a context of that id."""
+    """Does this worker know a context with that id?"""
     return _contexts().is_valid(context_id)
 
 
 def _get_max_id() -> int:
-    """The largest id that a context or message of this worker may get."""
+    """Return the largest id that a context or message of this worker may get."""
     return _contexts().max_id()
 
 
 def _get_debug_info() -> dict[str, str]:
-    """How many contexts and backward passes there are at this worker."""
+    """Count the contexts and the running backward passes of this worker."""
     return _contexts().debug_info()
 
 
 def _init(worker_id: int) -> Any:
-    """Nothing to do: a node brings its contexts along."""
+    """Do nothing: every node has its contexts."""

@@ -1,12 +1,12 @@
-"""What the device channel needs from a device: memory that another process can open, events, current streams.
+"""The device operations that the device channel needs: memory that another process can open, events, current streams.
 
-`CudaApi` is torch's, and works with CUDA and, as far as torch names both the same, with HIP (untested). Tests put a
-fake in its place, so the pool and its bookkeeping are tested without a device. Nothing here is called before there is
-a tensor on a device: importing this initialises nothing.
+`CudaApi` calls torch. It works with CUDA and, as far as torch uses the same names, with HIP (untested). Tests replace
+it by a fake, to test the pool and its bookkeeping without a device. Nothing here is called before a tensor exists on a
+device, and importing this module initialises nothing.
 
-An interprocess event may be recorded and waited for by both processes; a wait is for the last record that
-was made before it (seen on an H200 with torch 2.11: 60 rounds each way under slow kernels). Opening memory that
-the same process exported is an error of the driver.
+Both processes may record an interprocess event and wait for it; a wait refers to the last record before it (seen on an
+H200 with torch 2.11: 60 rounds each way under slow kernels). The driver refuses to open memory that the same process
+exported.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from farcall.channel.device_runtime import runtime_for
 
 _C: Any = torch._C
 StreamId = tuple[int, int, int]
-"""Of a stream, its device, and the type of that: what tells streams apart."""
+"""The identity of a stream: its number, the index of its device, and the device's type."""
 DEFAULT_STREAM = 0
 """The number of each device's default stream."""
 _MOST_STREAMS = 1024
 _streams: dict[StreamId, torch.cuda.Stream] = {}
 
 Export = tuple[Any, ...]
-"""How torch describes shared device memory: device, handles, sizes; numbers, bytes and bools."""
+"""Torch's description of shared device memory: device, handles and sizes, as numbers, bytes and bools."""
 
 
 def current_stream_id(device: int) -> StreamId:
-    """Which stream of ``device`` the calling thread puts its work onto."""
+    """The identity of the calling thread's current stream of ``device``."""
     found: StreamId = _C._cuda_getCurrentStream(device)
     return found
 
 
 def current_stream(device: int) -> torch.cuda.Stream:
-    """The same as ``torch.cuda.current_stream``, which takes ten times as long; devices must be initialised."""
+    """Like ``torch.cuda.current_stream``, which takes ten times as long; devices must be initialised."""
     named = current_stream_id(device)
     stream = _streams.get(named)
     if stream is None:
@@ -50,70 +50,70 @@ def current_stream(device: int) -> torch.cuda.Stream:
 
 
 class DeviceApi(Protocol):
-    """Devices are named by their index here. What goes onto a stream goes onto the device's current one."""
+    """The operations of a device, named by its index. Work goes onto the device's current stream."""
 
     def allocate(self, device: int, size_bytes: int) -> torch.Tensor | None:
-        """Uninitialised bytes; None: there is no memory left."""
+        """Uninitialised bytes; None: the device has no memory left."""
 
     def export(self, memory: torch.Tensor) -> Export:
-        """What another process opens ``memory`` with, once."""
+        """The description by which one other process opens ``memory``, once."""
 
     def alias(self, memory: torch.Tensor) -> torch.Tensor:
-        """The same storage as another one, which does not keep the memory; to export what a program owns.
+        """A second storage over the same memory, which does not keep it alive; for exporting a program's tensor.
 
-        torch wraps a storage that it exports: streams can no longer be recorded on it, and it is kept for a reader that
-        was killed.
+        Torch wraps a storage that it exports: streams can no longer be recorded on it, and a killed reader keeps it
+        alive. The alias takes both effects instead of the program's storage.
         """
 
     def open(self, export: Export, device: int) -> torch.Tensor:
-        """The bytes that another process exported, on ``device`` as this process numbers it."""
+        """The bytes that another process exported; ``device`` is this process's index of their device."""
 
     def view(self, memory: torch.Tensor, offset: int, size: int, on_death: Callable[[], None]) -> torch.Tensor:
-        """These bytes of what ``open`` gave, as a storage of its own, which keeps ``memory``.
+        """A range of opened memory as a separate storage, which keeps ``memory`` open.
 
-        ``on_death`` is called when its last use has ended, on any thread, perhaps inside a garbage collection.
+        ``on_death`` is called when the last use of that storage ends, on any thread, perhaps in a garbage collection.
         """
 
     def fill(self, event: Any, memory: torch.Tensor, source: torch.Tensor, size: int) -> None:
         """Copy ``source`` (any strides, ``size`` bytes), row by row, to the beginning of ``memory``.
 
-        The copy waits for ``event``, which stands for it afterwards.
+        The copy waits for ``event``; afterwards ``event`` is recorded behind it.
         """
 
     def copy_out(self, event: Any, memory: torch.Tensor, offset: int, size: int, target: torch.Tensor) -> None:
-        """Copy these bytes of what ``open`` gave into ``target``, contiguous and as large. ``event`` as above."""
+        """Copy a range of opened memory into ``target``, contiguous and of that size. ``event`` as for `fill`."""
 
     def make_event(self, device: int) -> tuple[Any, bytes]:
-        """An event that others can open, and its handle."""
+        """An event that other processes can open, and its handle."""
 
     def open_event(self, handle: bytes, device: int) -> Any:
-        """An event of another process."""
+        """Open an event of another process."""
 
     def wait(self, event: Any, device: int) -> None:
-        """Have later work on the stream wait for ``event``. The host does not wait."""
+        """Make later work on the stream wait for ``event``. The host does not wait."""
 
     def is_busy(self, device: int) -> bool:
-        """Is there anything on the stream that is not done?"""
+        """Does the stream have unfinished work?"""
 
     def finish(self, device: int) -> None:
-        """Wait, on the host, until all work of this process, on any stream, is done."""
+        """Block the host until all work of this process, on any stream, is done."""
 
     def name_of(self, device: int) -> str:
-        """The same in all processes of a host, whichever devices they see."""
+        """A name for the device that is the same in all processes of the host, whichever devices they see."""
 
     def find(self, name: str) -> int | None:
         """The device of that name, if this process sees it."""
 
 
 class _Range:
-    """Device memory as torch takes it from others; the storage made of it owns this object."""
+    """A range of device memory for `torch.as_tensor`. The storage that torch makes of it owns this object."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 2}
 
 
 class _KeptRange(_Range):
-    """The same, which keeps the memory and tells of its own end."""
+    """A range that keeps its memory alive and reports its own end."""
 
     def __init__(self, memory: torch.Tensor, offset: int, size: int, on_death: Callable[[], None]) -> None:
         super().__init__(memory.data_ptr() + offset, size)
@@ -125,7 +125,7 @@ class _KeptRange(_Range):
 
 
 class CudaApi:
-    """torch.cuda."""
+    """The device operations by torch.cuda, and where possible by the device's own runtime (`device_runtime.py`)."""
 
     def allocate(self, device: int, size_bytes: int) -> torch.Tensor | None:
         try:
@@ -174,7 +174,7 @@ class CudaApi:
     def make_event(self, device: int) -> tuple[Any, bytes]:
         with torch.cuda.device(device):
             event: Any = torch.cuda.Event(enable_timing=False, interprocess=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(device))  # it exists once it is recorded
+            event.record(torch.cuda.current_stream(device))  # torch creates the event only when it is first recorded
             return event, event.ipc_handle()
 
     def open_event(self, handle: bytes, device: int) -> Any:

@@ -1,12 +1,12 @@
-"""Device memory that goes from process to process: lent to peers, and lent by peers and opened.
+"""Device memory between processes: lent to peers, and borrowed from peers.
 
 `DevicePool` is memory to send from: pooled segments that peers open once, and blocks in them, lent until released.
-`DeviceSegments` is the receiver's side of one peer's.
+`DeviceSegments` is the receiver's view of one peer's pool.
 
-A tensor is copied into a block on the sender's current stream, the block's event is recorded, and a ticket travels. The
-receiver has its own stream wait for the event, copies the bytes out, records the same event and releases the
-block; the next writer of the block waits for that event. So values stay values, whatever the sender writes later,
-nothing waits on a host, and no device is synchronised.
+The sender copies a tensor into a block on its current stream, records the block's event, and sends a ticket. The
+receiver makes its own stream wait for the event, copies the bytes out, records the same event and releases the block.
+The next writer of the block waits for that event. So the receiver gets the values of the moment of sending, whatever
+the sender writes later; no host waits, and no device is synchronised.
 
     a block    by                       becomes
     free       lend                     lent to one peer; the write into it waits for its event
@@ -14,8 +14,8 @@ nothing waits on a host, and no device is synchronised.
     lent       the copy failed          free
     lent       the peer is gone         resting: its process may still look; free, with a new event, after a while
 
-Small blocks are powers of two carved from common segments; a large one has a segment of its own. ``limit_bytes`` bounds
-all segments; where it is reached ``lend`` says None, and the tensor goes another way. Thread-safe.
+Small blocks are powers of two, carved from common segments; a large block has a segment of its own. ``limit_bytes``
+bounds the sum of all segments; at the limit ``lend`` returns None, and the tensor goes another way. Thread-safe.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ LARGE_BYTES = 8 << 20
 SMALLEST_BYTES = 512
 LARGE_STEP_BYTES = 2 << 20
 NEAR_FIT = 1.25
-"""A large request may take an idle block up to so many times its size."""
+"""A large request may take a free block of up to this many times its size."""
 REST_S = 30.0
 IDLE_S = 30.0
 
 
 class DeviceTicket(NamedTuple):
-    """Where the bytes of a tensor are, and what opens them; plain values, so that it can travel."""
+    """The place of a tensor's bytes, and the handles that open it: plain values, which can travel."""
 
     device: int
-    """As the sender numbers its devices."""
+    """The sender's index of the device."""
     segment_id: int
     offset: int
     size: int
@@ -53,7 +53,7 @@ class DeviceTicket(NamedTuple):
 
 
 class PoolStats(NamedTuple):
-    """What a pool holds, in bytes."""
+    """The sizes of a pool, in bytes."""
 
     total: int
     lent: int
@@ -75,7 +75,7 @@ class _Segment:
 
 
 class DeviceBlock:
-    """A range of a segment, with its event."""
+    """A range of a segment, with the event that orders the copies into it and out of it."""
 
     __slots__ = ("capacity", "event", "event_handle", "memory", "offset", "segment")
 
@@ -93,7 +93,10 @@ class DeviceBlock:
 
 
 class DevicePool:
-    """The device memory that one node sends from."""
+    """The device memory that one node sends from.
+
+    Mutable, under the lock: the segments, and their blocks, each of which is free, lent or resting.
+    """
 
     def __init__(self, api: DeviceApi, limit_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._api = api
@@ -109,9 +112,9 @@ class DevicePool:
         self._retired: list[tuple[int, list[Hashable]]] = []
 
     def lend(self, device: int, source: torch.Tensor, size: int, peer: Hashable) -> DeviceTicket | None:
-        """A copy of ``source`` (``size`` bytes), made on the current stream: it is the peer's until it releases it.
+        """Copy ``source`` (``size`` bytes), on the current stream, into a block that the peer holds until its release.
 
-        None: the limit is reached, or the device's memory.
+        None: the limit is reached, or the device has no memory left.
         """
         capacity = _capacity(size)
         with self._lock:
@@ -134,7 +137,7 @@ class DevicePool:
         return DeviceTicket(device, segment.id, block.offset, size, export, block.event_handle)
 
     def release(self, released: Iterable[tuple[int, int]], peer: Hashable) -> int:
-        """The peer no longer needs these (segment, offset); how many of them it did not hold."""
+        """Take back the blocks at these (segment, offset) from the peer; return how many of them it did not hold."""
         wrong = 0
         with self._lock:
             lent = self._lent.get(peer, {})
@@ -147,20 +150,20 @@ class DevicePool:
         return wrong
 
     def release_all(self, peer: Hashable, now: float) -> None:
-        """The peer is gone: the blocks it held rest for a while."""
+        """Take back all blocks of a peer that is gone. They rest for a while, since its process may still read them."""
         with self._lock:
             self._resting.extend((now + REST_S, block) for block in self._lent.pop(peer, {}).values())
             for segment in self._segments.values():
                 segment.exports.pop(peer, None)
 
     def trim(self, now: float) -> list[tuple[int, list[Hashable]]]:
-        """Give back segments that were idle for long, and return them, with the peers that have opened them."""
+        """Give up segments that were idle for ``IDLE_S``; return them, with the peers that have opened them."""
         with self._lock:
             rested = [block for end, block in self._resting if end <= now]
             if rested:
                 self._resting = [entry for entry in self._resting if entry[0] > now]
             for block in rested:
-                # The old event may stand for work of a dead process, which will never be done.
+                # A dead process may have recorded the old event behind work that will never be done.
                 block.event, block.event_handle = self._api.make_event(block.device)
                 self._put_back(block)
             for segment in list(self._segments.values()):
@@ -174,7 +177,7 @@ class DevicePool:
             return retired
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Give up all memory."""
         with self._lock:
             self._segments.clear()
             self._free.clear()
@@ -183,7 +186,7 @@ class DevicePool:
             self._total_bytes = 0
 
     def stats(self) -> PoolStats:
-        """The bytes that are held now."""
+        """The present sizes of the pool."""
         with self._lock:
             lent = sum(block.capacity for blocks in self._lent.values() for block in blocks.values())
             idle = sum(capacity * len(blocks) for (_, capacity), blocks in self._free.items())
@@ -257,10 +260,12 @@ def _capacity(size: int) -> int:
 class DeviceSegments:
     """The segments of one peer, opened here.
 
-    Bytes are copied out (`copy_out`), or used where they are (`opened`); then it is the business of whoever gives the
-    block back that no stream of ours uses it any more. Segments and events are opened when a ticket first names them
-    and kept until the peer retires the segment or is gone. ``devices`` says which of our devices is which of the
-    peer's, as found out when it asked whether this way works.
+    A caller copies bytes out (`copy_out`), or uses them in place (`opened`); in that case no stream of this process may
+    still use the block when it is released. Segments and events are opened when a ticket first names them, and stay
+    open until the peer retires the segment or is gone. ``devices`` maps the peer's device indices to this process's, as
+    found when the peer probed this channel.
+
+    Mutable, under the lock: the opened segments, and the opened events by (segment, offset).
     """
 
     def __init__(self, api: DeviceApi) -> None:
@@ -271,15 +276,15 @@ class DeviceSegments:
         self.devices: dict[int, int] = {}
 
     def copy_out(self, ticket: DeviceTicket, copy: torch.Tensor) -> None:
-        """Copy the bytes of a ticket into ``copy``, which has their size; then the block may be released."""
+        """Copy the bytes of a ticket into ``copy``, which has their size. Afterwards the block may be released."""
         device = self.devices[ticket.device]
         memory, event = self._open(ticket, device)
         self._api.copy_out(event, memory, ticket.offset, ticket.size, copy)
 
     def opened(self, ticket: DeviceTicket) -> torch.Tensor:
-        """The whole segment of a ticket, whose bytes are there for what is put onto the current stream from now on.
+        """The whole segment of a ticket. Work put onto the current stream from now on finds the ticket's bytes in it.
 
-        It stays open as long as the result lives, also when the peer is gone.
+        The segment stays open as long as the result lives, even after the peer is gone.
         """
         device = self.devices[ticket.device]
         memory, event = self._open(ticket, device)
@@ -287,14 +292,14 @@ class DeviceSegments:
         return memory
 
     def retire(self, segment_id: int) -> None:
-        """The peer gave that segment up."""
+        """Close a segment that the peer gave up."""
         with self._lock:
             self._memory.pop(segment_id, None)
             for key in [key for key in self._events if key[0] == segment_id]:
                 del self._events[key]
 
     def close(self) -> None:
-        """Let go of all."""
+        """Close all segments and events."""
         with self._lock:
             self._memory.clear()
             self._events.clear()

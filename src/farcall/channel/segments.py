@@ -1,18 +1,18 @@
-"""Shared segments on the side that owns them: memory files, their mappings, and which parts of them are free.
+"""Shared segments on the owner's side: memory files, their mappings, and their free ranges.
 
-`Segment` is one memory file, `Arena` all those of a pool: blocks are carved out of segments, freed, and used again.
-Who holds a block is the pool's business (`shared_memory.py`). Not thread-safe: the pool holds its lock. Invariant: live
+`Segment` is one memory file, `Arena` all segments of a pool: it carves blocks out of them, frees and reuses them. The
+pool (`shared_memory.py`) knows the holders of each block. Not thread-safe: the pool holds its lock. Invariant: live
 blocks, binned blocks, free ranges and the untouched tail do not overlap and cover the segment.
 
-Segments are anonymous files (``memfd``): nothing in /dev/shm, gone with the last descriptor and mapping. They are
-sealed against shrinking, because a peer that cut one short would kill everyone who touches it. First touch of a page
-costs several times the copy into it, so freed blocks are used again last in, first out, and memory never used before is
-taken only when nothing freed fits.
+Segments are anonymous files (``memfd``): they leave nothing in /dev/shm, and vanish with the last descriptor and
+mapping. They are sealed against shrinking, because a peer that truncated one would kill every process that touches it.
+The first touch of a page costs several times the copy into it. So freed blocks are reused last in, first out, and
+untouched memory is used only when no freed memory fits.
 
-**Whether two processes may share memory.** Each node tells the others its host token, a unix address and a TCP address.
-The dialler tries the unix address if both tokens are equal and not empty, and takes TCP when they differ or on ANY
-failure of the unix way, logging once why. The token is only a hint (equal tokens may still not reach each other); the
-dial is the proof, and the descriptor passed over it is what grants the memory.
+**Whether two processes may share memory.** Each node announces its host token, a unix address and a TCP address. The
+dialler tries the unix address if both tokens are equal and not empty. It takes TCP if they differ or on ANY failure of
+the unix way, and logs the reason once. The token is only a hint (processes with equal tokens may still not reach each
+other); the dial is the proof, and the descriptor passed over it grants the memory.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ try:
 except ImportError:  # not POSIX: shared memory is never used, but importing must work
     pass
 
+import msgspec
 import torch
 
 from farcall.transport.unix import unix_sockets_work
@@ -37,34 +38,37 @@ logger: logging.Logger = logging.getLogger(__name__)
 PAGE_BYTES = 4096
 _SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW
 _HUGE_PAGE_BYTES = 2 << 20
-# Below this it is dearer to look for warm memory among binned blocks than to touch fresh pages.
+# Below this size, searching binned blocks for warm memory costs more than touching fresh pages.
 _WORTH_JOINING_BYTES = 64 * 1024
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _NETWORK_NAMESPACE = "/proc/self/ns/net"
 
 
 class SegmentRefused(ValueError):
-    """A peer offered a segment, or named memory in one, that cannot be so; the message says what."""
+    """A peer offered an invalid segment, or named memory outside of one; the message says which."""
 
 
-class Block:
-    """A range of a segment. ``view`` is ``size`` bytes long; ``capacity`` is what the allocator reserved."""
+class Block(msgspec.Struct, eq=False):
+    """A range of a segment. ``view`` is ``size`` bytes long; the allocator reserved ``capacity`` bytes.
 
-    __slots__ = ("capacity", "holders", "offset", "segment", "segment_id", "size", "view")
+    A struct, because compiled code makes it, and every large tensor that travels needs one.
+    """
 
-    def __init__(self, segment: Segment, offset: int, size: int, capacity: int) -> None:
-        self.segment: Segment = segment
-        self.segment_id: int = segment.id
-        self.offset: int = offset
-        self.size: int = size
-        self.capacity: int = capacity
-        self.view: memoryview = segment.view[offset : offset + size]
-        #: How many hold it: this process (at most once) and each peer, as often as it was lent.
-        self.holders: int = 1
+    segment: Segment
+    segment_id: int
+    offset: int
+    size: int
+    capacity: int
+    view: memoryview
+    holders: int = 1
+    """How often it is held: by this process (at most once), and by each peer as often as it was lent."""
 
 
 class Segment:
-    """A memory file of this process, mapped, with a free list."""
+    """A memory file of this process, mapped, with a free list.
+
+    Mutable: the live blocks, the free ranges, the untouched tail, and the peers that were offered it.
+    """
 
     __slots__ = (
         "_ranges",
@@ -73,6 +77,7 @@ class Segment:
         "descriptor",
         "id",
         "idle_since",
+        "kept",
         "live",
         "mapping",
         "offered_to",
@@ -95,17 +100,24 @@ class Segment:
         self.view: memoryview = memoryview(self.mapping)
         self.address: int = torch.frombuffer(self.view, dtype=torch.uint8).data_ptr()
         self.live: dict[int, Block] = {}
-        #: Which peers have its descriptor.
+        #: The peers that have its descriptor.
         self.offered_to: set[object] = set()
         self.idle_since: float | None = None
-        #: A process without a link to us may still read its blocks: hand out no more of them.
+        #: How many of its offers are still to be sent, each with its descriptor.
+        self.kept: int = 0
+        #: A process without a link to this one may still read its blocks: hand out no more of them.
         self.stranded: bool = False
-        # Freed ranges, by offset: their pages exist. Beyond _untouched no page was ever used.
+        # Freed ranges, by offset: their pages exist. Pages beyond _untouched were never used.
         self._ranges: list[tuple[int, int]] = []
         self._untouched = 0
 
+    @property
+    def is_idle(self) -> bool:
+        """Does nobody need it now, so that it may be given up?"""
+        return not self.live and not self.kept
+
     def carve_warm(self, capacity: int) -> int | None:
-        """The offset of ``capacity`` bytes out of the smallest freed range that has them."""
+        """The offset of ``capacity`` bytes in the smallest freed range that has room for them."""
         best = -1
         best_size = sys.maxsize
         for index, (_, size) in enumerate(self._ranges):
@@ -121,10 +133,10 @@ class Segment:
         return offset
 
     def carve_cold(self, capacity: int) -> int | None:
-        """The offset of ``capacity`` bytes that reach into the part nobody has used yet."""
+        """The offset of ``capacity`` bytes that reach into the untouched tail."""
         offset = self._untouched
         borrowed = bool(self._ranges) and sum(self._ranges[-1]) == offset
-        if borrowed:  # the last free range touches the tail: begin there, where the pages exist
+        if borrowed:  # the last free range adjoins the tail: begin in it, where the pages exist
             offset = self._ranges[-1][0]
         if offset + capacity > self.size:
             return None
@@ -134,7 +146,7 @@ class Segment:
         return offset
 
     def give_back(self, freed: list[tuple[int, int]]) -> None:
-        """Make (offset, capacity) ranges free, joined with their free neighbours."""
+        """Free (offset, capacity) ranges, and join them with their free neighbours."""
         joined: list[tuple[int, int]] = []
         for offset, size in sorted(self._ranges + freed):
             if joined and joined[-1][0] + joined[-1][1] == offset:
@@ -144,7 +156,7 @@ class Segment:
         self._ranges = joined
 
     def close(self) -> None:
-        """Give up descriptor and mapping; the mapping goes when the last view of it does."""
+        """Give up descriptor and mapping. The file stays mapped until its last view dies."""
         os.close(self.descriptor)
         self.descriptor = -1
         self.live.clear()
@@ -153,23 +165,23 @@ class Segment:
 
 
 class Arena:
-    """The segments of one pool."""
+    """The segments of one pool. Mutable, under the pool's lock: the segments, and the bins of freed blocks."""
 
     def __init__(self, limit_bytes: int, segment_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._segment_bytes = segment_bytes
         self._next_id = 1
-        # Freed blocks by capacity, the warmest last. They are not joined until somebody needs a larger one.
+        # Freed blocks by capacity, the warmest last. They are joined only when a larger block is needed.
         self._bins: dict[int, list[tuple[Segment, int]]] = {}
         self._binned_bytes = 0
         self.segments: dict[int, Segment] = {}
         self.retired: list[tuple[int, list[Hashable]]] = []
-        """Segments given up since the last look: their peers are still to be told."""
+        """Segments given up since the last `take_retired`, with the peers to notify. The list object never changes."""
         self.total_bytes: int = 0
-        """What all segments have been made for; pages never touched are counted, too."""
+        """The size of all segments, untouched pages included."""
 
     def take(self, size: int, capacity: int) -> Block | None:
-        """A block of ``size`` bytes with room for ``capacity``; None when the limit is reached."""
+        """A block of ``size`` bytes with room for ``capacity``; None at the limit."""
         binned = self._bins.get(capacity)
         if binned:
             segment, offset = binned.pop()
@@ -179,38 +191,43 @@ class Arena:
             if found is None:
                 return None
             segment, offset = found
-        block = Block(segment, offset, size, capacity)
-        segment.live[offset] = block
+        view = segment.view[offset : offset + size]
+        block = segment.live[offset] = Block(segment, segment.id, offset, size, capacity, view)
         segment.idle_since = None
         return block
 
     def free(self, block: Block) -> None:
-        """Nobody holds the block any more."""
+        """Free a block without holders."""
         segment = block.segment
         if segment.live.pop(block.offset, None) is not block:
-            return  # freed twice by its owner
+            return  # its owner freed it twice
         if segment.stranded:
-            if not segment.live:
-                self.retired.append(self._retire(segment))
+            self.retire_if_stranded(segment)
             return
         self._bins.setdefault(block.capacity, []).append((segment, block.offset))
         self._binned_bytes += block.capacity
 
     def strand(self, segment: Segment) -> None:
-        """Hand out no more blocks of ``segment``: a process without a link to us may still read them."""
+        """Hand out no more blocks of ``segment``: a process without a link to this one may still read them."""
         segment.stranded = True
         self._empty_bins_of(segment)
 
+    def retire_if_stranded(self, segment: Segment) -> None:
+        """Give ``segment`` up if its last block is free, and no other will be handed out."""
+        if segment.stranded and segment.is_idle:
+            self.retired.append(self._retire(segment))
+
     def take_retired(self) -> list[tuple[int, list[Hashable]]]:
-        """Segments given up since the last look, and the peers to tell."""
-        retired, self.retired = self.retired, []
+        """The segments given up since the last call, with the peers to notify."""
+        retired = self.retired[:]
+        self.retired.clear()
         return retired
 
     def trim(self, now: float, idle_s: float, keep_bytes: int) -> list[tuple[int, list[Hashable]]]:
-        """Give back segments unused for ``idle_s``, all but ``keep_bytes``; return (id, peers to tell)."""
+        """Give up segments that were idle for ``idle_s``, all but ``keep_bytes``; return (id, peers to notify)."""
         idle = []
         for segment in self.segments.values():
-            if segment.live:
+            if not segment.is_idle:
                 continue
             if segment.idle_since is None:
                 segment.idle_since = now
@@ -223,7 +240,7 @@ class Arena:
         return retired
 
     def close(self) -> None:
-        """Give everything back. Views that still exist stay valid, and keep their segment."""
+        """Give up all segments. Views that still exist stay valid, and keep their segment mapped."""
         self._bins.clear()
         for segment in self.segments.values():
             segment.close()
@@ -255,7 +272,7 @@ class Arena:
         return None
 
     def _join_bins(self) -> bool:
-        """Turn all binned blocks into free ranges; False if there was none."""
+        """Turn all binned blocks into free ranges; False if there were none."""
         if not self._binned_bytes:
             return False
         freed: dict[Segment, list[tuple[int, int]]] = {}
@@ -269,13 +286,13 @@ class Arena:
         return True
 
     def _grow(self, capacity: int) -> tuple[Segment, int] | None:
-        """A block at the start of a new segment, as large as usual or as the limit allows."""
+        """A block at the start of a new segment, which has the usual size, or as much as the limit allows."""
         if capacity > self._limit_bytes:
             return None
         if self.total_bytes + capacity > self._limit_bytes:
-            # Free segments, each too small, may stand in the way of one that is large enough.
+            # Free segments that are too small count towards the limit: give them up for one that is large enough.
             for segment in list(self.segments.values()):
-                if not segment.live:
+                if segment.is_idle:
                     self.retired.append(self._retire(segment))
         size = max(self._segment_bytes, -(-capacity // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES)
         size = min(size, (self._limit_bytes - self.total_bytes) // PAGE_BYTES * PAGE_BYTES)
@@ -284,7 +301,7 @@ class Arena:
         try:
             segment = Segment(self._next_id, size)
         except OSError as error:
-            # What there is stays in use; growing is not tried again, it would fail for every tensor.
+            # Existing segments stay in use. Never try to grow again: it would fail for every tensor.
             self._limit_bytes = self.total_bytes
             logger.warning("shared memory is used up; further large tensors go over the socket: %s", error)
             return None
@@ -311,14 +328,14 @@ class Arena:
 
 
 def segments_work() -> bool:
-    """Whether this system can make shared segments at all."""
+    """Can this system make shared segments at all?"""
     return sys.platform.startswith("linux") and hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
 
 
 def host_token() -> str:
-    """Equal on nodes that run on one kernel and in one network; "" for never.
+    """A token that is equal on nodes with the same kernel and network namespace; "": never share memory.
 
-    The boot id tells kernels apart. Containers with a network namespace of their own count as other hosts. The
+    The boot id identifies the kernel. Containers with a network namespace of their own count as other hosts. The
     process namespace does not matter: descriptors are passed, never looked up by process id.
     """
     if why_not_shared():
@@ -333,7 +350,7 @@ def host_token() -> str:
 
 
 def why_not_shared() -> str:
-    """Why this process cannot use shared memory at all, for the log; "" if it can. Tries it out."""
+    """Why this process cannot use shared memory at all, for the log; "" if it can. Makes a segment to find out."""
     if not unix_sockets_work():
         return "no unix sockets that carry descriptors"
     if not segments_work():

@@ -1,16 +1,15 @@
-"""Tensor memory between processes of one host: the sender copies once, the receiver looks at the same pages.
+"""Tensor memory between processes of one host: the sender copies once, the receiver reads the same pages.
 
-``SegmentPool`` belongs to the sender: blocks in pooled segments, lent to peers. ``SegmentMap`` belongs to the
-receiver: one per link, the peer's segments mapped once. A descriptor travels once per segment and peer
-(``offer``), then tickets. A receiver's view that dies becomes a release, which the link sends back in
-batches.
+``SegmentPool`` belongs to the sender: blocks in pooled segments, lent to peers. ``SegmentMap`` belongs to the receiver:
+one per link, with the peer's segments, each mapped once. A descriptor travels once per segment and peer (``offer``);
+afterwards only tickets travel. When a receiver's view dies, it becomes a release, which the link sends back in batches.
 
-The pool knows the holders of each block: peers that it was lent to, and the user, by tensors made in a segment. Which
-bytes of which segment a block gets is `segments.py`'s business.
+The pool knows the holders of each block: the peers that it is lent to, and the user, through tensors made in a segment.
+`segments.py` chooses the segment and the range of each block.
 
-Both are thread-safe. A peer's mistakes (a release of what it does not hold, memory out of bounds) are refused
-and never corrupt. After a fork the child's pool hands out nothing; tensors over shared memory stay readable
-there, but are shared with the parent, not copied on write.
+Both are thread-safe. A peer's mistakes (a release of a block that it does not hold, memory out of bounds) are refused
+and corrupt nothing. After a fork the child's pool hands out nothing; tensors over shared memory stay readable in the
+child, but are shared with the parent, not copied on write.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SEGMENT_BYTES = 64 << 20
 
 
 class Offer(NamedTuple):
-    """What a peer needs to map a segment. The descriptor stays the pool's."""
+    """The data that a peer needs to map a segment. The pool still owns the descriptor."""
 
     segment_id: int
     descriptor: int
@@ -42,23 +41,28 @@ class Offer(NamedTuple):
 
 
 class SegmentPool:
-    """Blocks of shared memory of this process, lent to peers (any hashable name for one will do)."""
+    """Blocks of shared memory of this process, lent to peers (any hashable value may name a peer).
+
+    Mutable, under the lock: the segments, the lent blocks, and the blocks under tensors. Without it: ``_orphans``.
+    """
 
     def __init__(self, limit_bytes: int, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._lock = threading.Lock()
         self._arena = Arena(limit_bytes, segment_bytes)
         self._segments = self._arena.segments
-        # What each peer holds, by the (segment id, offset) of its ticket: the block, and how often.
+        self.retired: Sequence[object] = self._arena.retired
+        """The segments for ``take_retired``, to test for emptiness without the lock."""
+        # The blocks that each peer holds, by the (segment id, offset) of the ticket, with the number of loans.
         self._lent: dict[Hashable, dict[tuple[int, int], tuple[Block, int]]] = {}
         self.addresses: list[int] = []
-        """Where tensors begin that the user made in a segment, sorted: none, and ``find`` finds nothing."""
-        # Their blocks, and the watch over each.
+        """The sorted addresses of tensors that the user made in a segment. If empty, ``find`` finds nothing."""
+        # Their blocks, and the lease on each.
         self._tensor_blocks: dict[int, Block] = {}
         self._tensor_leases: dict[int, Lease] = {}
-        # Blocks that came back with a message's bytes in them, until the tensor over them dies.
+        # Blocks that a peer gave back with a message in them, until the tensor over them dies.
         self._taken_back: dict[int, tuple[Block, Lease]] = {}
-        # Blocks whose tensor died; filled by garbage collection, which must not take the lock.
-        self._orphans: deque[Block] = deque()
+        # The leases of dead tensors. Garbage collections append here, since they must not take the lock.
+        self._orphans: deque[Lease] = deque()
         self._usable = True
         self._complained = False
         close_in_children(self)
@@ -68,7 +72,7 @@ class SegmentPool:
     def allocate(self, size: int, peer: Hashable = None) -> Block | None:
         """A block held by this process, or lent to ``peer``, whose release frees it.
 
-        None when the limit is reached: then send the bytes inline.
+        None at the limit: then send the bytes inline.
         """
         if not self._usable or size <= 0:
             return None
@@ -86,7 +90,7 @@ class SegmentPool:
             return block
 
     def lend(self, segment_id: int, offset: int, peer: Hashable) -> bool:
-        """Lend memory of a tensor that ``find`` recognised and that stays in use; False if it is gone."""
+        """Lend the memory of a tensor that ``find`` recognised, and that stays in use here; False if it is gone."""
         with self._lock:
             segment = self._segments.get(segment_id)
             block = None if segment is None else self._tensor_block(segment.address + offset)
@@ -99,16 +103,16 @@ class SegmentPool:
             return True
 
     def free(self, block: Block) -> None:
-        """Let go of a block of this process that was not handed over."""
+        """Free a block that this process holds and has not handed over."""
         with self._lock:
             self._drop(block)
 
     def release(self, segment_id: int, offset: int, peer: Hashable) -> None:
-        """A peer says it no longer uses what was lent to it at ``offset``."""
+        """End a loan: the peer no longer uses the memory at ``offset``."""
         self.release_batch(((segment_id, offset),), peer)
 
     def release_batch(self, released: Iterable[tuple[int, int]], peer: Hashable) -> None:
-        """Many releases of one peer. Those of memory it does not hold are ignored, and logged once."""
+        """End many loans of one peer. Releases of memory that it does not hold are ignored, and logged once."""
         wrong = None
         with self._lock:
             lent = self._lent.get(peer, {})
@@ -128,10 +132,10 @@ class SegmentPool:
             logger.warning("peer %r released shared memory it does not hold: segment %d, offset %d", peer, *wrong)
 
     def release_all(self, peer: Hashable) -> None:
-        """The link to the peer is gone: forget the blocks it held and the segments it was offered.
+        """Forget a peer whose link is gone: the blocks it held, and the segments it was offered.
 
-        Its process may live on, with tensors over our blocks. So these are never used again: their segments take no new
-        blocks, and go when the last block of others in them is free.
+        Its process may live on, with tensors over these blocks. So they are never reused: their segments get no new
+        blocks, and are given up when the last other block in them is free.
         """
         with self._lock:
             held = list(self._lent.pop(peer, {}).values())
@@ -144,7 +148,7 @@ class SegmentPool:
                 segment.offered_to.discard(peer)
 
     def take_back(self, segment_id: int, offset: int, size: int, peer: Hashable) -> memoryview:
-        """A block that ``peer`` held is ours again, and its content the peer's message; freed when all use ends."""
+        """Take back a block that ``peer`` held, with the peer's message in it; it is freed when all use ends."""
         with self._lock:
             lent = self._lent.get(peer, {})
             block, count = lent.get((segment_id, offset), (None, 0))
@@ -153,7 +157,7 @@ class SegmentPool:
                     f"the peer returned {size} bytes at {offset} of segment {segment_id}, which it does not hold"
                 )
             del lent[segment_id, offset]
-        view, lease = leased(block.view[:size], self._on_tensor_death, block)
+        view, lease = leased(block.view[:size], self._orphans.append, block)
         block.view = memoryview(b"")
         address = block.segment.address + block.offset
         with self._lock:
@@ -162,39 +166,50 @@ class SegmentPool:
 
     # -- segments
 
-    def offer(self, segment_id: int, peer: Hashable) -> Offer | None:
-        """What ``peer`` must get before its first ticket of a segment; None if it was told so before."""
+    def offer(self, segment_id: int, peer: Hashable, keep: bool = False) -> Offer | None:
+        """The offer that ``peer`` must get before its first ticket of a segment; None if it has got that.
+
+        None as well if ``peer`` was lost a moment ago, and the segment with it. ``keep``: the offer is sent later, so
+        the segment is not given up, nor its descriptor closed, before `let_go`.
+        """
         with self._lock:
-            segment = self._segments[segment_id]
-            if peer in segment.offered_to:
+            segment = self._segments.get(segment_id)
+            if segment is None or peer in segment.offered_to:
                 return None
             segment.offered_to.add(peer)
+            segment.kept += keep
             return Offer(segment_id, segment.descriptor, segment.size)
 
+    def let_go(self, segment_id: int) -> None:
+        """An offer that was made with ``keep`` has been sent, or will not be."""
+        with self._lock:
+            segment = self._segments.get(segment_id)
+            if segment is not None:  # else the pool was closed meanwhile
+                segment.kept -= 1
+                self._arena.retire_if_stranded(segment)
+
     def withdraw_offer(self, segment_id: int, peer: Hashable) -> None:
-        """An offer was not sent after all."""
+        """Take back an offer that was not sent after all."""
         with self._lock:
             segment = self._segments.get(segment_id)
             if segment is not None:
                 segment.offered_to.discard(peer)
 
     def take_retired(self) -> list[tuple[int, list[Hashable]]]:
-        """Segments given up since the last look, and the peers to tell; cheap if there are none."""
-        if not self._arena.retired:
-            return []
+        """The segments given up since the last call, with the peers to notify."""
         with self._lock:
             return self._arena.take_retired()
 
     def trim(
         self, now: float, idle_s: float = 10.0, keep_bytes: int = SEGMENT_BYTES
     ) -> list[tuple[int, list[Hashable]]]:
-        """Give back segments unused for ``idle_s``, all but ``keep_bytes``; return (id, peers to tell)."""
+        """Give up segments that were idle for ``idle_s``, all but ``keep_bytes``; return (id, peers to notify)."""
         with self._lock:
             self._drop_orphans()
             return self._arena.trim(now, idle_s, keep_bytes)
 
     def close(self) -> None:
-        """Give everything back. Views and tensors that still exist stay valid, and keep their segment."""
+        """Give up all segments. Views and tensors that still exist stay valid, and keep their segment mapped."""
         self._usable = False
         with self._lock:
             self._tensor_leases.clear()
@@ -207,7 +222,7 @@ class SegmentPool:
 
     @property
     def total_bytes(self) -> int:
-        """What all segments have been made for; pages never touched are counted, too."""
+        """The size of all segments, untouched pages included."""
         return self._arena.total_bytes
 
     @property
@@ -220,7 +235,7 @@ class SegmentPool:
     # -- tensors of the user
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """An uninitialised tensor that travels without a copy; plain memory when the limit is reached.
+        """An uninitialised tensor that travels without a copy; at the limit, a tensor in private memory.
 
         Its memory is free again when the tensor has died here and at every peer.
         """
@@ -230,8 +245,8 @@ class SegmentPool:
         block = self.allocate(count * dtype.itemsize)
         if block is None:
             return torch.empty(tuple(shape), dtype=dtype)
-        # The block gives up its own view: only the tensor's may keep the memory in use.
-        view, lease = leased(block.view, self._on_tensor_death, block)
+        # Drop the block's own view: only the tensor's view may keep the memory in use.
+        view, lease = leased(block.view, self._orphans.append, block)
         block.view = memoryview(b"")
         address = block.segment.address + block.offset
         with self._lock:
@@ -241,7 +256,7 @@ class SegmentPool:
         return torch.frombuffer(view, dtype=dtype).view(tuple(shape))
 
     def find(self, data_ptr: int, nbytes: int) -> tuple[int, int] | None:
-        """(segment id, offset) of bytes in a tensor made by ``empty``, else None; cheap if there is none."""
+        """The (segment id, offset) of bytes in a tensor made by ``empty``, else None; cheap if there are no tensors."""
         if not self.addresses:
             return None
         with self._lock:
@@ -253,13 +268,10 @@ class SegmentPool:
                 return None
             return block.segment.id, offset
 
-    def _on_tensor_death(self, lease: Lease) -> None:
-        self._orphans.append(lease.holder)
-
     # -- inside, with the lock held
 
     def _tensor_block(self, address: int) -> Block | None:
-        """The block of the user's tensor that ``address`` lies in."""
+        """The block of the user's tensor that contains ``address``."""
         index = bisect_right(self.addresses, address) - 1
         if index < 0:
             return None
@@ -273,7 +285,7 @@ class SegmentPool:
 
     def _drop_orphans(self) -> None:
         while self._orphans:
-            block = self._orphans.popleft()
+            block: Block = self._orphans.popleft().holder
             address = block.segment.address + block.offset
             if self._taken_back.pop(address, None) is not None:
                 self._drop(block)
@@ -283,6 +295,9 @@ class SegmentPool:
                 self._drop(block)
 
     def close_after_fork(self) -> None:
-        """In a forked child: the memory is the parent's, and a thread that is not here may hold the lock."""
+        """In a forked child: hand out nothing (the memory is the parent's), and replace the lock.
+
+        Its holder may be a thread that the child does not have.
+        """
         self._usable = False
         self._lock = threading.Lock()

@@ -1,19 +1,18 @@
-"""Device memory by way of the host, through pinned buffers, for where processes cannot open each other's.
+"""Device tensors by way of pinned host memory, for processes that cannot open each other's device memory.
 
-What fits one chunk goes through one pinned buffer; more goes in chunks through two of them, so that the device fills
-one while the host empties the other. On its way to the host a tensor is waited for, by the host: this is the way that
-always works. (Pinning costs 0.5 s for each GiB, so no buffer grows with a tensor; torch keeps pinned memory for later
-use.)
+A tensor of up to one chunk goes through one pinned buffer. A larger one goes in chunks through two, so that the device
+fills one while the host empties the other. On the way to the host, the host waits for the tensor: this way always
+works. (Pinning costs 0.5 s per GiB, so no buffer grows with a tensor; torch keeps pinned memory for later use.)
 
 **Small tensors** go through pinned memory that each thread keeps. On one H200 a copy of 4 KiB takes 16 us to the host
-and 18 us back, submitted and waited for; that a second process uses the device changes nothing, as long as neither
-needs its processors: kernels do, and so do uploads under 32 KiB, and where both processes have such work a turn costs
+and 18 us back, submission and wait included. A second process on the device changes nothing, unless both need its
+processors. Kernels need them, and so do uploads under 32 KiB; if both processes have such work, each turn costs
 0.16 ms. (Events do not: 5 us.) Hence ``COMPANY_BYTES``.
 
-Not pageable memory: where devices can read that, the driver may do so after its owner has let go of it. Torch's
-allocator of pinned memory costs more than such a copy, so what is here is made once and used over and over. And it
-knows nothing of these copies: memory from which one may still be on its way is never given back to it, but left to the
-next thread.
+Pageable memory is no alternative: where devices can read it, the driver may do so after its owner has freed it. Torch's
+allocator of pinned memory costs more than a small copy, so the memory here is allocated once and reused. And since that
+allocator does not know of these copies, memory that a copy may still read is never returned to it, but left to the next
+thread.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ SLOT_BYTES = 64 * 1024
 HALF_RING_SLOTS = 16
 COMPANY_BYTES = 32 * 1024
 WORTH_BYTES = 1024
-"""Smaller tensors get no company: a program may keep many of them, and the company with each."""
+"""Smaller tensors are not padded to `COMPANY_BYTES`: a program may keep many of them, and the padding with each."""
 LOOKS = 20
-"""So often a download is looked at before it is waited for: some 20 us, where it takes 10. Who waits lets go of the
-interpreter, and with two busy threads gets it back late."""
+"""How often a thread polls a download before it blocks: some 20 us; the download takes 10. A thread that blocks
+releases the interpreter lock, and with two busy threads gets it back late."""
 
 
 class _Landing:
-    """Where downloads arrive."""
+    """A pinned buffer of one thread, in which downloads arrive."""
 
     def __init__(self) -> None:
         with torch.inference_mode(False):  # tensors made in that mode cannot be written outside of it
@@ -65,7 +64,7 @@ class _Landing:
                 else:
                     stream.synchronize()
         except BaseException:
-            stream.synchronize()  # after Ctrl-C, say: it must not arrive later, in the place of another one
+            stream.synchronize()  # after Ctrl-C, say: a late copy would overwrite the next download
             raise
         return copy_of(self._address, size)
 
@@ -75,9 +74,10 @@ class _Landing:
 
 
 class _Ring:
-    """Slots for uploads, used round and round.
+    """A ring of pinned slots for uploads, in two halves.
 
-    Before a half of them is used again, whatever was copied from it is waited for, which is done long since.
+    Before a half is reused, the thread waits for all copies from it; by then they are long done.
+    Mutable: the next slot, the streams that copy from the present half, and the events that end each half.
     """
 
     def __init__(self) -> None:
@@ -88,10 +88,10 @@ class _Ring:
         self._addresses = [slot.data_ptr() for slot, _ in self._slots]
         self._next = 0
         self._used: set[StreamId] = set()  # the streams that copy from this half
-        self._events: list[list[torch.cuda.Event]] = [[], []]  # of each half: it is done with
+        self._events: list[list[torch.cuda.Event]] = [[], []]  # for each half, the events behind its last copies
 
     def upload(self, source: memoryview, size: int, target: torch.device) -> torch.Tensor:
-        """``size`` bytes, of which ``source`` are the first, on ``target``."""
+        """``size`` bytes on ``target``, which begin with those of ``source``."""
         number = self._next
         if number % HALF_RING_SLOTS == 0:
             self._turn(number // HALF_RING_SLOTS)
@@ -108,7 +108,7 @@ class _Ring:
         return result
 
     def _turn(self, half: int) -> None:
-        """Go on in this half; the other one is full, or this is the beginning."""
+        """Begin to use this half: the other one is full, or the ring is new."""
         streams = [
             torch.cuda.Stream(stream_id=stream, device_index=device, device_type=kind)  # type: ignore[no-untyped-call]
             for stream, device, kind in self._used
@@ -116,14 +116,14 @@ class _Ring:
         self._events[1 - half] = [stream.record_event() for stream in streams]
         for event in self._events[half]:
             event.synchronize()
-        self._used.clear()  # last: if any of this fails, the next upload begins it anew
+        self._used.clear()  # last: if a step above raises, the next upload repeats all of them
 
 
 _idle_rings: list[_Ring] = []
 
 
 class _Loan:
-    """A thread's ring; when the thread ends, it is for another one to go on with."""
+    """A thread's loan of a ring. When the thread ends, another thread may take the ring."""
 
     def __init__(self) -> None:
         try:
@@ -132,7 +132,7 @@ class _Loan:
             self.ring = _Ring()
 
     def __del__(self) -> None:
-        # At the end of the interpreter the list may be gone before this object.
+        # When the interpreter ends, it may destroy the list before this object.
         if hasattr(self, "ring") and isinstance(_idle_rings, list):
             _idle_rings.append(self.ring)
 
@@ -146,7 +146,7 @@ _kept = _Kept()
 
 
 def download(source: torch.Tensor, size: int) -> bytearray:
-    """The elements of ``source`` (any strides, no gradient, ``size`` bytes) row by row; waits for its stream."""
+    """The elements of ``source`` (any strides, no gradient, ``size`` bytes), row by row; waits for its stream."""
     landing = _kept.landing
     if landing is None:
         landing = _kept.landing = _Landing()
@@ -154,9 +154,9 @@ def download(source: torch.Tensor, size: int) -> bytearray:
 
 
 def upload(source: memoryview, target: torch.device, has_company: bool) -> torch.Tensor:
-    """The bytes of ``source`` on ``target``, there for whatever is put onto the current stream next.
+    """The bytes of ``source`` on ``target``, ready for work that is put onto the current stream next.
 
-    ``has_company``: another process has work on that device. Then the result may be longer, see above.
+    ``has_company``: another process has work on that device. Then the result may be longer (`COMPANY_BYTES`).
     """
     loan = _kept.loan
     if loan is None:
@@ -203,7 +203,7 @@ def _empty(filled: tuple[int, int, torch.Tensor, torch.cuda.Event], target: memo
 
 
 def to_device(source: memoryview, target: torch.device, has_company: bool = False) -> torch.Tensor:
-    """The bytes of ``source`` on ``target``, there for whatever is put onto the current stream next.
+    """The bytes of ``source`` on ``target``, ready for work that is put onto the current stream next.
 
     ``has_company``: another process has work on that device. Then the result may be longer (`COMPANY_BYTES`).
     """
@@ -228,6 +228,6 @@ def to_device(source: memoryview, target: torch.device, has_company: bool = Fals
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
+    """The memory of a contiguous tensor on the host, as bytes."""
     low = int(tensor.storage_offset()) * tensor.element_size()
     return memory_of(tensor.untyped_storage(), low, low + tensor.numel() * tensor.element_size())

@@ -28,13 +28,19 @@ app: typer.Typer = typer.Typer(
 )
 
 
+# The headings of --help, in the order in which a newcomer needs them.
+_START = "Start a program"
+_LOOK = "Look at a running cluster"
+_MACHINE = "Prepare and check machines"
+
+
 def _console() -> Console:
     # A file or a pipe has no width: tables need not be squeezed into 80 columns there.
     return Console() if sys.stdout.isatty() else Console(width=140)
 
 
 def _given_up(error: Exception) -> typer.Exit:
-    """What a command raises that cannot go on; an error is one line."""
+    """Print ``error`` as one line; the exit of a command that cannot go on."""
     Console(stderr=True).print(f"farcall: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
     return typer.Exit(2)
 
@@ -55,7 +61,7 @@ def main(
     """Remote procedure calls for PyTorch."""
 
 
-@app.command()
+@app.command(rich_help_panel=_START)
 def demo(
     steps: Annotated[int, typer.Option(min=40, help="Number of training steps; even.")] = 1200,
     output: Annotated[
@@ -68,37 +74,25 @@ def demo(
     raise typer.Exit(run(_console(), steps // 2 * 2, output))
 
 
-@app.command()
-def certificates(
-    directory: Annotated[Path, typer.Argument(help="Folder for the authority and the certificates; made if needed.")],
-    hosts: Annotated[list[str], typer.Argument(help="Names or addresses that other hosts connect to.")],
-    name: Annotated[
-        list[str] | None, typer.Option(help="Name of a worker that the certificates are for (bind_names); repeatable.")
-    ] = None,
-    days: Annotated[int, typer.Option(min=1, help="How long the certificates are valid.")] = 365,
-) -> None:
-    """Make certificates for TLS between the hosts of a cluster; called again, renew them. Needs farcall\\[tls]."""
-    from farcall.cli.certificates import make_certificates
-
-    console = _console()
-    for host, certificate, key in make_certificates(directory, hosts, name or (), days):
-        console.print(
-            f"{host}: FARCALL_TLS_CA={directory / 'ca.pem'} FARCALL_TLS_CERT={certificate} FARCALL_TLS_KEY={key}"
-        )
-    console.print(
-        f"Copy ca.pem and its own two files to each host. Keep {directory / 'ca.key'} here: it makes new certificates."
-    )
-
-
 @app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+    rich_help_panel=_START,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 def run(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(help="A program, or -m and a module; further arguments are its own.")],
+    script: Annotated[
+        str,
+        typer.Argument(
+            metavar="PROGRAM [ARGS]...", help="A file, or -m and a module, and its own arguments.", show_default=False
+        ),
+    ],
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of processes, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."),
+        typer.Option(
+            min=1,
+            help="Number of processes, each with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as by torchrun. "
+            "Without it, one process runs.",
+        ),
     ] = None,
     restart: Annotated[
         int,
@@ -111,7 +105,7 @@ def run(
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of that engine: hosts=a,b; repeatable.")
     ] = None,
 ) -> None:
-    """Run a program, on one or more workers. Programs written for torch.distributed.rpc run over farcall."""
+    """Run a program in one or more processes. Programs written for torch.distributed.rpc run over farcall."""
     program = [script, *context.args]
     if workers is None and on != "local":
         raise typer.BadParameter("needs --workers: how many to start there", param_hint="--on")
@@ -144,7 +138,7 @@ _Cluster = Annotated[str, typer.Option(help="A cluster on this host: the beginni
 
 @contextmanager
 def _observer(connect: str, cluster: str) -> Iterator[Observer]:
-    """The cluster to look at."""
+    """A connection to the cluster that the options name."""
     from farcall.errors import RpcError
     from farcall.observe.observer import Observer
 
@@ -155,24 +149,7 @@ def _observer(connect: str, cluster: str) -> Iterator[Observer]:
         raise _given_up(error) from None
 
 
-@app.command()
-def stacks(
-    connect: _Connect = "",
-    cluster: _Cluster = "",
-    full: Annotated[bool, typer.Option("--full", help="Whole stacks, not only the innermost line.")] = False,
-    between: Annotated[
-        float, typer.Option(min=0.05, help="Seconds between two samples; a thread that has not moved counts as stuck.")
-    ] = 0.3,
-) -> None:
-    """Show calls that wait for each other, and their lines; exits with 1 if something is stuck for good."""
-    from farcall.cli.stacks import show
-
-    with _observer(connect, cluster) as observer:
-        stuck = show(_console(), observer, between, full)
-    raise typer.Exit(1 if stuck else 0)
-
-
-@app.command()
+@app.command(rich_help_panel=_LOOK)
 def top(
     connect: _Connect = "",
     cluster: _Cluster = "",
@@ -192,7 +169,7 @@ def top(
             pass
 
 
-@app.command()
+@app.command(rich_help_panel=_LOOK)
 def dashboard(
     connect: _Connect = "",
     cluster: _Cluster = "",
@@ -208,14 +185,31 @@ def dashboard(
         serve_dashboard(_console(), observer, connect, (host, port))
 
 
-@app.command()
+@app.command(rich_help_panel=_LOOK)
+def stacks(
+    connect: _Connect = "",
+    cluster: _Cluster = "",
+    full: Annotated[bool, typer.Option("--full", help="Whole stacks, not only the innermost line.")] = False,
+    between: Annotated[
+        float, typer.Option(min=0.05, help="Seconds between two samples; a thread that has not moved counts as stuck.")
+    ] = 0.3,
+) -> None:
+    """Show which call waits for which, and on which line; exits with 1 if something seems stuck for good."""
+    from farcall.cli.stacks import show
+
+    with _observer(connect, cluster) as observer:
+        stuck = show(_console(), observer, between, full)
+    raise typer.Exit(1 if stuck else 0)
+
+
+@app.command(rich_help_panel=_LOOK)
 def trace(
     seconds: Annotated[float, typer.Option(min=0.1, max=600, help="Duration of the recording.")] = 5.0,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file; compressed if it ends with .gz.")] = Path(
         "trace.json"
     ),
     shapes: Annotated[bool, typer.Option("--shapes", help="Record the shapes of arguments.")] = False,
-    memory: Annotated[bool, typer.Option("--memory", help="Record memory.")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Record memory that operators take and free.")] = False,
     stacks: Annotated[bool, typer.Option("--stacks", help="Record Python stacks of operators.")] = False,
     connect: _Connect = "",
     cluster: _Cluster = "",
@@ -229,29 +223,75 @@ def trace(
         write_trace(_console(), observer, seconds, output, options)
 
 
-torchscript: typer.Typer = typer.Typer(help="The extension for RPC in TorchScript code.", no_args_is_help=True)
-app.add_typer(torchscript, name="torchscript")
+@app.command(rich_help_panel=_MACHINE)
+def doctor(
+    hosts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="HOST:PORT", help="Other hosts, where `farcall doctor --listen PORT` runs."),
+    ] = None,
+    listen: Annotated[
+        int | None,
+        typer.Option(metavar="PORT", min=0, max=65535, help="Port for the doctors of other hosts; 0: any free one."),
+    ] = None,
+    init_method: Annotated[
+        str, typer.Option(metavar="URL", help="Where workers meet (init_method); default: from the environment.")
+    ] = "env://",
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SITE", help="Check what farcall.launch(on=SITE) needs: ssh HOST..., slurm, ray or kubernetes."
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Check this machine, and connections to others; name the remedy of each fault. Exits with 1 if there are any."""
+    from farcall.cli.doctor.consultation import consult, receive_visits
+    from farcall.cli.doctor.finding import as_json, exit_status, print_findings
+    from farcall.cli.doctor.sites import SITES, look_at_site
+
+    if on is not None and on not in SITES:
+        raise typer.BadParameter(f"one of {', '.join(SITES)}, not {on}", param_hint="--on")
+    about_site = look_at_site(on, hosts or []) if on is not None else []
+    if on == "ssh":
+        hosts = []  # they are names for ssh, not addresses of doctors
+    places = []
+    for place in hosts or []:
+        host, _, port = place.rpartition(":")
+        if not host or not port.isdecimal():
+            raise typer.BadParameter(f"{place!r} is not a host, a colon and a port", param_hint="HOST:PORT")
+        places.append((host.strip("[]"), int(port)))
+    findings = consult(init_method, places) + about_site
+    if json:
+        print(as_json(findings))
+    else:
+        print_findings(_console(), findings)
+    listened = listen is None or receive_visits(_console(), listen)
+    raise typer.Exit(exit_status(findings) if listened else 1)
 
 
-@torchscript.callback()
-def _torchscript() -> None:
-    """The extension for RPC in TorchScript code."""
+@app.command(rich_help_panel=_MACHINE)
+def certificates(
+    directory: Annotated[Path, typer.Argument(help="Folder for the authority and the certificates; made if needed.")],
+    hosts: Annotated[list[str], typer.Argument(help="Names or addresses that other hosts connect to.")],
+    name: Annotated[
+        list[str] | None, typer.Option(help="Name of a worker that the certificates are for (bind_names); repeatable.")
+    ] = None,
+    days: Annotated[int, typer.Option(min=1, help="How long the certificates are valid.")] = 365,
+) -> None:
+    """Make certificates for TLS between the hosts of a cluster; called again, renew them. Needs farcall\\[tls]."""
+    from farcall.cli.certificates import make_certificates
+
+    console = _console()
+    for host, certificate, key in make_certificates(directory, hosts, name or (), days):
+        console.print(
+            f"{host}: FARCALL_TLS_CA={directory / 'ca.pem'} FARCALL_TLS_CERT={certificate} FARCALL_TLS_KEY={key}"
+        )
+    console.print(
+        f"Copy ca.pem and its own two files to each host. Keep {directory / 'ca.key'} here: it signs new certificates."
+    )
 
 
-@torchscript.command()
-def build() -> None:
-    """Build the extension now, in about a minute, instead of at its first use; once for each torch."""
-    from farcall.errors import RpcError
-    from farcall.torchscript import extension
-
-    try:
-        typer.echo(extension.build())
-    except RpcError as error:
-        typer.echo(f"farcall torchscript build: {error}", err=True)
-        raise typer.Exit(1) from None
-
-
-@app.command()
+@app.command(rich_help_panel=_MACHINE)
 def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Two short rounds, for a first impression.")] = False,
     only: Annotated[
@@ -263,7 +303,7 @@ def bench(
     stock: Annotated[bool, typer.Option(help="Measure torch.distributed.rpc too.")] = True,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if a promise is broken.")] = False,
 ) -> None:
-    """Measure farcall, stock torch.distributed.rpc and the floor in one run."""
+    """Measure farcall beside stock torch.distributed.rpc, and beside bare sockets and shared memory (the floor)."""
     from farcall.cli.bench import report
     from farcall.cli.bench.cases import CASES
     from farcall.cli.bench.contenders import CONTENDERS
@@ -293,47 +333,23 @@ def bench(
         raise typer.Exit(1)
 
 
-@app.command()
-def doctor(
-    hosts: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[HOST:PORT]...", help="Addresses of `farcall doctor --listen PORT` on other hosts."),
-    ] = None,
-    listen: Annotated[
-        int | None,
-        typer.Option(metavar="PORT", min=0, max=65535, help="Port for the doctors of other hosts; 0: any free one."),
-    ] = None,
-    init_method: Annotated[
-        str, typer.Option(metavar="URL", help="Where workers meet (init_method); default: from the environment.")
-    ] = "env://",
-    on: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SITE", help="Check what farcall.launch(on=SITE) needs: ssh HOST..., slurm, ray or kubernetes."
-        ),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
-) -> None:
-    """Check this machine, and the ways to other hosts; say what to do about faults. Exits with 1 if there are any."""
-    from farcall.cli.doctor.consultation import consult, receive_visits
-    from farcall.cli.doctor.finding import as_json, exit_status, print_findings
-    from farcall.cli.doctor.sites import SITES, look_at_site
+torchscript: typer.Typer = typer.Typer(no_args_is_help=True)
+app.add_typer(torchscript, name="torchscript", rich_help_panel=_MACHINE)
 
-    if on is not None and on not in SITES:
-        raise typer.BadParameter(f"one of {', '.join(SITES)}, not {on}", param_hint="--on")
-    about_site = look_at_site(on, hosts or []) if on is not None else []
-    if on == "ssh":
-        hosts = []  # names for ssh, and not places of other doctors
-    places = []
-    for place in hosts or []:
-        host, _, port = place.rpartition(":")
-        if not host or not port.isdecimal():
-            raise typer.BadParameter(f"not HOST:PORT: {place}", param_hint="HOST:PORT")
-        places.append((host.strip("[]"), int(port)))
-    findings = consult(init_method, places) + about_site
-    if json:
-        print(as_json(findings))
-    else:
-        print_findings(_console(), findings)
-    listened = listen is None or receive_visits(_console(), listen)
-    raise typer.Exit(exit_status(findings) if listened else 1)
+
+@torchscript.callback()  # makes a group of one command: its name stays `torchscript build`
+def _torchscript() -> None:
+    """Build the extension for RPC in TorchScript code."""
+
+
+@torchscript.command()
+def build() -> None:
+    """Build the extension now, in about a minute, instead of at its first use; once for each torch."""
+    from farcall.errors import RpcError
+    from farcall.torchscript import extension
+
+    try:
+        typer.echo(extension.build())
+    except RpcError as error:
+        typer.echo(f"farcall torchscript build: {error}", err=True)
+        raise typer.Exit(1) from None

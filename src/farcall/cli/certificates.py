@@ -12,16 +12,21 @@ certificates renewed. Needs ``cryptography`` (``pip install farcall[tls]``); onl
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
+from farcall.private_files import write_whole
+
+try:
     from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+except ImportError:  # an extra, which a node does not need
+    _IS_INSTALLED = False
+else:
+    _IS_INSTALLED = True
 
 AUTHORITY_DAYS = 3650
 
@@ -33,10 +38,8 @@ def make_certificates(
 
     ``names``: names of workers, or other names of the hosts, that each certificate has as well.
     """
-    try:
-        from cryptography import x509
-    except ImportError as error:
-        raise SystemExit("making certificates needs the cryptography package: pip install 'farcall[tls]'") from error
+    if not _IS_INSTALLED:
+        raise SystemExit("making certificates needs the cryptography package: pip install 'farcall[tls]'")
     for host in hosts:
         if not host or "/" in host or host in (".", "..", "ca"):
             raise SystemExit(f"{host!r} is not a valid host name")
@@ -44,95 +47,76 @@ def make_certificates(
     authority, authority_key = _authority(directory)
     made = []
     for host in hosts:
-        key = _new_key()
+        key = ec.generate_private_key(ec.SECP256R1())
         known = [_general_name(name) for name in dict.fromkeys((host, *_addresses_of(host), *names))]
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
+        both_roles = x509.ExtendedKeyUsage([x509.OID_SERVER_AUTH, x509.OID_CLIENT_AUTH])  # a member has both
         certificate = (
-            _builder(_subject(host), key, days)
+            _builder(host, key, days)
             .issuer_name(authority.subject)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName(known), critical=False)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False
-            )
-            .add_extension(
-                x509.ExtendedKeyUsage([x509.OID_SERVER_AUTH, x509.OID_CLIENT_AUTH]),  # a member is both
-                critical=False,
-            )
+            .add_extension(issuer, critical=False)
+            .add_extension(both_roles, critical=False)
+            .sign(authority_key, hashes.SHA256())
         )
-        made.append((host, *_write(directory, host, _signed(certificate, authority_key), key)))
+        made.append((host, *_write(directory, host, certificate, key)))
     return made
 
 
-def _authority(directory: Path) -> tuple[x509.Certificate, EllipticCurvePrivateKey]:
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
+def _authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     certificate_file, key_file = directory / "ca.pem", directory / "ca.key"
     if certificate_file.exists() or key_file.exists():
         try:
-            key = load_pem_private_key(key_file.read_bytes(), None)
+            kept = serialization.load_pem_private_key(key_file.read_bytes(), None)
             certificate = x509.load_pem_x509_certificate(certificate_file.read_bytes())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:  # TypeError: the key needs a password
             raise SystemExit(f"cannot use the authority in {directory}: {error}") from error
-        assert isinstance(key, EllipticCurvePrivateKey)
-        return certificate, key
-    key = _new_key()
-    builder = (
-        _builder(_subject("farcall cluster"), key, AUTHORITY_DAYS)
-        .issuer_name(_subject("farcall cluster"))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(
-            x509.KeyUsage(
-                digital_signature=False,
-                content_commitment=False,
-                key_encipherment=False,
-                data_encipherment=False,
-                key_agreement=False,
-                key_cert_sign=True,
-                crl_sign=True,
-                encipher_only=False,
-                decipher_only=False,
-            ),
-            critical=True,
-        )
+        if not isinstance(kept, ec.EllipticCurvePrivateKey) or certificate.public_key() != kept.public_key():
+            raise SystemExit(
+                f"cannot use the authority in {directory}: ca.key is not the key of ca.pem, on an elliptic curve, that "
+                "this command has made; put the right file back, or name another directory for a new authority"
+            )
+        return certificate, kept
+    key = ec.generate_private_key(ec.SECP256R1())
+    may_sign = x509.KeyUsage(
+        digital_signature=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=True,
+        crl_sign=True,
+        encipher_only=False,
+        decipher_only=False,
     )
-    certificate = _signed(builder, key)
+    name = "farcall cluster"
+    certificate = (
+        _builder(name, key, AUTHORITY_DAYS)
+        .issuer_name(_subject(name))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(may_sign, critical=True)
+        .sign(key, hashes.SHA256())
+    )
     _write(directory, "ca", certificate, key)
     return certificate, key
 
 
-def _new_key() -> EllipticCurvePrivateKey:
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    return ec.generate_private_key(ec.SECP256R1())
-
-
 def _subject(name: str) -> x509.Name:
-    from cryptography import x509
-
     return x509.Name([x509.NameAttribute(x509.OID_COMMON_NAME, name[:64])])
 
 
-def _builder(subject: x509.Name, key: EllipticCurvePrivateKey, days: int) -> x509.CertificateBuilder:
-    from cryptography import x509
-
+def _builder(subject: str, key: ec.EllipticCurvePrivateKey, days: int) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
     return (
         x509.CertificateBuilder()
-        .subject_name(subject)
+        .subject_name(_subject(subject))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(hours=1))  # clocks of hosts differ
         .not_valid_after(now + timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
-
-
-def _signed(builder: x509.CertificateBuilder, key: EllipticCurvePrivateKey) -> x509.Certificate:
-    from cryptography.hazmat.primitives.hashes import SHA256
-
-    return builder.sign(key, SHA256())
 
 
 def _addresses_of(host: str) -> list[str]:
@@ -145,8 +129,6 @@ def _addresses_of(host: str) -> list[str]:
 
 
 def _general_name(name: str) -> x509.GeneralName:
-    from cryptography import x509
-
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
@@ -154,24 +136,12 @@ def _general_name(name: str) -> x509.GeneralName:
 
 
 def _write(
-    directory: Path, name: str, certificate: x509.Certificate, key: EllipticCurvePrivateKey
+    directory: Path, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
 ) -> tuple[Path, Path]:
-    from cryptography.hazmat.primitives import serialization
-
-    text = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    pem = serialization.Encoding.PEM
+    text = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     certificate_file, key_file = directory / f"{name}.pem", directory / f"{name}.key"
-    # One after the other, each at once: a node that reads them between finds a pair that does not fit, and waits.
-    _replace(key_file, text, 0o600)
-    _replace(certificate_file, certificate.public_bytes(serialization.Encoding.PEM), 0o644)
+    # A node that reads the two files between these writes finds a pair that does not fit, and keeps the old one.
+    write_whole(key_file, text)
+    write_whole(certificate_file, certificate.public_bytes(pem), 0o644)
     return certificate_file, key_file
-
-
-def _replace(path: Path, content: bytes, mode: int) -> None:
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.unlink(missing_ok=True)
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    fresh.replace(path)

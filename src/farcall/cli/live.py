@@ -1,13 +1,14 @@
 """``farcall top``, ``farcall dashboard`` and ``farcall trace``: commands for a cluster that runs already.
 
-Owns the table of ``top``. Rates and percentiles there are of the time since the last look; a first look compares with
-the start of each worker. Sorted by rank; sixteen workers fit a screen of 80 by 24.
+Owns the table of ``top``, sorted by rank. Its rates and percentiles cover the time since the last look, at first since
+the start of each worker. Sixteen workers fit a screen of 80 by 24.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from farcall.observe.dashboard.server import Dashboard
 from farcall.observe.metrics import Metrics
 from farcall.observe.observer import Answers, Observer
 from farcall.observe.rates import Row, batches, busiest, cluster_title, rows, stream_items_per_s, weights
+from farcall.observe.spans import CALL, OPERATOR
 from farcall.observe.trace import chrome_trace, write_json
 from farcall.options import RpcBackendOptions
 from farcall.transport.tls import tls_of
@@ -51,8 +53,8 @@ _NARROW: dict[str, Cell] = {
     "bytes/s": lambda row: size(row.sent_per_s + row.received_per_s),
     **{title: _WIDE[title] for title in ("queue", "refs")},
 }
-"""The columns of a terminal with fewer than ENOUGH_COLUMNS."""
 ENOUGH_COLUMNS = 124
+"""A narrower terminal gets `_NARROW`."""
 
 
 def _headed(texts: Iterable[str], figures: Iterable[str]) -> Table:
@@ -129,7 +131,9 @@ def page(heard: Answers[Metrics], before: list[Metrics], columns: int) -> Render
     """The whole page, on a terminal with ``columns`` columns."""
     name = cluster_title(heard.cluster_id, heard.answers)
     head = Text(f"cluster {name}: {len(heard.answers)} workers  {time.strftime('%H:%M:%S')}", style="bold")
-    foot = Text("flight: calls made/served and not answered; refs: values owned/references used", style="dim")
+    foot = Text(
+        "flight: calls made/served and not answered; threads: busy/all; refs: values owned/references used", style="dim"
+    )
     now = heard.answers
     extras = (*_batches(before, now), *_streams(before, now), *_weights(before, now))
     return Group(head, _table(heard, rows(before, now), columns), foot, _busiest(before, now), *extras)
@@ -169,7 +173,6 @@ def serve_dashboard(console: Console, observer: Observer, address: str, place: t
         served = Dashboard(connect, port, host, tls=tls_of(options.tls, b""), name=options.advertise or "")
     except InitError as error:
         raise SystemExit(str(error)) from error
-    served.start()
     try:
         console.print(f"the dashboard of cluster {title} is at {served.url} (Ctrl-C ends it)", soft_wrap=True)
         threading.Event().wait()
@@ -185,8 +188,9 @@ def write_trace(console: Console, observer: Observer, seconds: float, output: Pa
     console.print(f"recording for {seconds:g} s ...")
     found = record(observer, seconds, options)
     write_json(chrome_trace(found.harvest, found.origin), output)
+    kinds = Counter(span.kind for span in found.harvest.spans)
     console.print(
-        f"{output}: {len(found.harvest.names)} workers, {found.calls} calls, {found.operators} operators; open it at "
+        f"{output}: {len(found.harvest.names)} workers, {kinds[CALL]} calls, {kinds[OPERATOR]} operators; open it at "
         "https://ui.perfetto.dev",
         soft_wrap=True,
     )

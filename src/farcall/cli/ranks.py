@@ -1,7 +1,7 @@
-"""What ``mpirun`` and ``srun`` tell a process they start, in the words of ``torchrun``.
+"""The rank of a process that ``mpirun`` or ``srun`` starts, in the variables of ``torchrun``.
 
-`farcall run PROGRAM` without ``--workers`` is one process; started several times by one of these, it learns here its
-rank and the meeting place. Variables that are set already win: the user's word comes first.
+`farcall run PROGRAM` without ``--workers`` is one process; started several times by one of these launchers, it learns
+here its rank and the meeting place. Variables that the user has set stay as they are.
 
     started by             rank, size                        the meeting place
     mpirun (Open MPI)      OMPI_COMM_WORLD_RANK, _SIZE       one host: a port that rank 0 tells in mpirun's folder
@@ -42,7 +42,7 @@ class _Launcher(NamedTuple):
 
 
 def told_by_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """What to add to the environment of the program; nothing where nobody started several processes."""
+    """Variables to add to the environment of the program; none where it was not started by such a launcher."""
     if "RANK" in environ:
         return {}
     for launcher in _LAUNCHERS:

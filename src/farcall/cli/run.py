@@ -1,20 +1,20 @@
 """``farcall run``: a program on several workers, each a process of its own, started by an engine.
 
-The environment gives each its rank, as with ``torchrun``; an engine (`farcall.launcher`) has the processes, from start
-to end, and passes on what they write. Ctrl-C is passed on once; workers that do not end then are killed.
+Each worker finds its rank in the environment, as with ``torchrun``. An engine (`farcall.launcher`) starts and ends the
+processes, and passes their output on. Ctrl-C is passed on once; workers that do not end then are killed.
 
     a worker ends                         then
     with exit code 0                      nothing: the others go on
     otherwise, restarts are left to it    it is started again, with the same rank and ``FARCALL_RESTARTS`` one higher
     otherwise                             the others are ended, and one line says whose fault it was
     by the error that another is gone     as before, but the other has `CAUSE_S` to end, too: if it fails of something
-                                          else, it is the one that is named
+                                          else, the line names it
 
-A worker that is started again must be let in again: with restarts the workers get no ``WORLD_SIZE``, so that they make
-a group without a fixed size, and this process has the store, which therefore outlives rank 0. It has the store as well
-where workers are on other machines: only this one's address is known before they run.
+A restarted worker must be let in again: with restarts the workers get no ``WORLD_SIZE``, so that they make a group
+without a fixed size, and this process has the store, which therefore outlives rank 0. It has the store as well where
+workers are on other machines: only the address of this one is known before they run.
 
-What the engine says is handled by the thread that runs the command, in the order in which it was said.
+The thread that runs the command handles the engine's reports, in their order.
 
 Invariant: no worker outlives this process, however that ends; and a worker's own children end with the worker.
 """
@@ -64,7 +64,7 @@ class _RunWorker:
         self.end: ProcessState | None = None
 
     def write(self, data: bytes) -> None:
-        """Pass on what it wrote."""
+        """Pass its output on."""
         self.last_lines.write(data)
         self.source.write(data)
 
@@ -216,7 +216,7 @@ class _Cluster:
             self._workers[rank] = _RunWorker(spec, self._output)
         self._engine.start([self._workers[rank].spec for rank in ranks], self)
 
-    # What the engine says, from its thread.
+    # Reports of the engine, from its thread.
 
     def on_output(self, spec: WorkerSpec, data: bytes) -> None:
         self._heard.put((spec, data))

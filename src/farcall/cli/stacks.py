@@ -1,7 +1,7 @@
 """``farcall stacks``: threads that wait for each other, in words.
 
-Owns the display of snapshots. One line for each call that a worker serves or makes, with its age, thread and line, and
-under it the call that it waits for in turn; stuck calls come first.
+Owns the display of snapshots: stuck calls first, then a line for each call that a worker serves or makes, with its age,
+thread and line, and under it the call for which it waits in turn.
 """
 
 from __future__ import annotations
@@ -17,14 +17,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from farcall.observe.observer import Observer
-from farcall.observe.snapshot import (
-    STARTING,
-    OutgoingCall,
-    ServedCall,
-    StackLine,
-    ThreadView,
-    WorkerSnapshot,
-)
+from farcall.observe.snapshot import STARTING, OutgoingCall, ServedCall, StackLine, ThreadView, WorkerSnapshot
 from farcall.observe.troubles import ThreadKey, find_troubles, still_threads
 
 _MOST_CALLS_SHOWN = 20

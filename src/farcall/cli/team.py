@@ -1,11 +1,11 @@
 """A team: the processes of one cluster on this machine, each driven over a pipe.
 
-Owns the processes from start to end: they are forked from a server that has torch loaded already, die with their driver
-whatever happens to it, can be frozen out of their turn, and started again after their end. Knows nothing of the
-members' work: a body is a context manager that yields a function from request to answer.
+Owns the processes from start to end: they are forked from a server with torch loaded, die with their driver even if it
+is killed, can be frozen out of their turn, and started again after their end. Knows nothing of the members' work: a
+body is a context manager that yields a function from request to answer.
 
 One thread drives a team; another may meanwhile start a member again, kill one, or ask how it ended. So an ended team
-keeps its members, to be looked at, and starts none any more.
+keeps its members, and starts none any more.
 """
 
 from __future__ import annotations
@@ -122,6 +122,9 @@ class Team:
         number = self._members[rank].process.pid
         assert number is not None, "it was started"
         return number
+
+    def has_ended(self, rank: int) -> bool:
+        return self._members[rank].process.exitcode is not None
 
     def how_it_ended(self, rank: int) -> str:
         """For people: how a member ended, or that it runs."""

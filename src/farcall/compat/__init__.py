@@ -10,7 +10,7 @@ program with both. `rpc`, `autograd`, `nn` and `optim` take the places: torch's 
 Importing this package costs next to nothing and imports none of the rest: ``farcall.pth`` runs
 `install_when_torch_comes` at the start of every process in which FARCALL_INSTALL is set. Importing torch takes a
 second, and many processes never do it, so the installation waits for the program to import torch. Where a module of
-farcall's is what imports torch, it waits until that module is complete: the installation needs it.
+farcall's imports torch, the installation waits until that module is complete, since it needs it.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Putting farcall's modules in the place of torch's, and torch's back.
 
-    of torch's                  what happens
-    a loaded module             replaced in ``sys.modules`` and in its parent; the old module object, which programs may
-                                hold as ``rpc``, hands every question on to the new one
+    torch's                     replaced how
+    a loaded module             in ``sys.modules`` and in its parent; the old module object, which programs may hold as
+                                ``rpc``, hands every question on to the new one
     a module not loaded yet     a finder answers its import with the new one
-    functions and classes       exchanged by identity in every module that holds them under a name of its own, as after
+    functions and classes       by identity, in every module that holds them under a name of its own, as after
                                 ``from torch.distributed.rpc import rpc_sync``
 
-Processes that ``multiprocessing`` starts get the same. Owns the table below and the order of things; `patches` knows
-what else changes in torch's modules.
+Processes that ``multiprocessing`` starts get the same. Owns the table below and the order of the steps; `patches` has
+the other changes to torch's modules.
 
-Invariant: after `uninstall` everything that was touched is the object it was before.
+Invariant: after `uninstall` every name that was changed is the object it was before.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from typing import Any
 
 from farcall.compat import patches
 from farcall.compat.patches import Undo, patch
-from farcall.imports import find_and_then, importing_much
-
-__all__ = ["REPLACED", "install", "is_installed", "uninstall"]
+from farcall.imports import find_and_then, gc_paused
 
 REPLACED = {
     "torch._C._distributed_autograd": "farcall.compat.autograd",
@@ -52,7 +50,7 @@ REPLACED = {
     "torch.distributed.rpc.rref_proxy": "farcall.compat.rpc.rref_proxy",
     "torch.distributed.rpc.server_process_global_profiler": "farcall.compat.rpc.server_process_global_profiler",
 }
-"""Each module of torch's, and the module that takes its place."""
+"""The modules that take the places of torch's."""
 _IN_PLACE_AT_ONCE = ("torch._C._distributed_autograd", "torch._C._distributed_rpc", "torch.distributed.autograd")
 _TARGET = "__farcall_in_its_place__"
 
@@ -69,16 +67,16 @@ def is_installed() -> bool:
 def install() -> None:
     """Put farcall in the place of ``torch.distributed.rpc`` and its neighbours.
 
-    It does not matter what was imported before: modules, and functions and classes that other modules took out of
-    them with ``from ... import``, are exchanged everywhere. Out of reach is an old class or function kept elsewhere
-    than in a module: in a closure, an attribute of an object, a default argument. Where that matters, install before
-    the program is imported, as ``python -m farcall`` does.
+    The order of imports does not matter: modules, and functions and classes that other modules took out of them with
+    ``from ... import``, are exchanged everywhere. Out of reach is an old class or function kept elsewhere than in a
+    module: in a closure, an attribute of an object, a default argument. Where that matters, install before the program
+    is imported, as ``python -m farcall`` does.
 
     Processes started by ``multiprocessing``, in whatever way, have it as well. Calling it again changes nothing.
     """
     global _installed
     with _lock:
-        # Before the question: where FARCALL_INSTALL is set, this very import installs.
+        # Before `_installed` is read: where FARCALL_INSTALL is set, this very import installs.
         import torch
 
         if _installed:
@@ -101,7 +99,7 @@ def install() -> None:
 def uninstall() -> None:
     """Put ``torch.distributed.rpc`` back as it was; shut down first.
 
-    Everything that was exchanged is exchanged back. Names that a program took out of the modules meanwhile, it keeps.
+    Everything that was exchanged is exchanged back; a program keeps the names that it imported meanwhile.
     """
     global _installed
     with _lock:
@@ -121,8 +119,8 @@ def _put_in_place() -> None:
     sys.meta_path.insert(0, _finder)
     _undo.append(lambda: sys.meta_path.remove(_finder))
     present = {name for name in REPLACED if name in sys.modules} | set(_IN_PLACE_AT_ONCE)
-    # All new modules first: importing one may import modules that torch has not loaded yet, and must not tear those.
-    with importing_much():
+    # Import all new modules first: that may import modules of torch's, which must not see half of the exchange.
+    with gc_paused():
         replacements = {
             name: (sys.modules.get(name), importlib.import_module(REPLACED[name])) for name in sorted(present)
         }
@@ -137,7 +135,7 @@ def _put_in_place() -> None:
 
 
 class _Forwarding(ModuleType):
-    """The class that an old module gets: its holders talk to the new one."""
+    """The class of a replaced module: hands every question on to the new one."""
 
     def __getattribute__(self, name: str) -> Any:
         own = super().__getattribute__("__dict__")
@@ -177,7 +175,7 @@ def _replace(name: str, old: ModuleType | None, new: ModuleType) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """The finder of new modules for old ones that were not loaded yet, and of torch's that are to be patched."""
+    """Finds new modules for old ones that are not loaded yet, and patches others as they are loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -193,7 +191,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system takes what is in sys.modules afterwards.
+        # The import system then returns the entry in sys.modules.
         new = importlib.import_module(REPLACED[module.__name__])
         _undo.append(lambda: sys.modules.pop(module.__name__, None))
         sys.modules[module.__name__] = new
@@ -205,8 +203,8 @@ _finder = _Finder()
 
 
 def _rebind(replacements: Mapping[str, tuple[ModuleType | None, ModuleType]]) -> list[Undo]:
-    """Give every module that holds something of the old modules its replacement."""
-    # Only functions, classes and modules, by identity: two equal numbers may be one object.
+    """Exchange the functions, classes and modules of the old modules in every module that holds one."""
+    # Only these, since the exchange goes by identity: two equal numbers may be one object.
     exchanged: dict[int, tuple[object, object]] = {}
     old_modules: set[int] = set()
     for old, new in replacements.values():
@@ -221,7 +219,7 @@ def _rebind(replacements: Mapping[str, tuple[ModuleType | None, ModuleType]]) ->
                 exchanged[id(value)] = (value, vars(new)[name])
     undo: list[Undo] = []
     for module in list(sys.modules.values()):
-        # Do not ask the module itself: one that loads lazily would do so, and others may answer anything.
+        # Not by getattr or isinstance: a module that loads lazily would load, and others may answer anything.
         if not issubclass(type(module), ModuleType) or id(module) in old_modules:
             continue
         names: dict[str, Any] = object.__getattribute__(module, "__dict__")
@@ -230,14 +228,14 @@ def _rebind(replacements: Mapping[str, tuple[ModuleType | None, ModuleType]]) ->
             continue
         for name, value in list(names.items()):
             found = exchanged.get(id(value))
-            # A parent's attributes are modules, too; `_replace` sets those.
+            # `_replace` sets the attributes of parents, which are modules, too.
             if found is not None and found[0] is value and f"{module_name}.{name}" not in replacements:
                 undo.append(patch(module, name, found[1]))
     return undo
 
 
 def _give_back() -> None:
-    """Give torch's modules that were loaded meanwhile what they would have had; ours are out of the way by now."""
+    """In torch's modules that were loaded meanwhile, put torch's names in the places of ours."""
     homes: dict[int, tuple[str, str]] = {}
     for old_name, new_name in REPLACED.items():
         new = sys.modules.get(new_name)
@@ -258,7 +256,7 @@ def _give_back() -> None:
             try:
                 found: object = importlib.import_module(home_name)
                 setattr(module, name, getattr(found, name_there) if name_there else found)
-            except (ImportError, AttributeError):  # a torch without RPC has no such thing
+            except (ImportError, AttributeError):  # a torch without RPC lacks it
                 delattr(module, name)
 
 

@@ -1,12 +1,12 @@
 """``torch.distributed.nn.RemoteModule``: farcall's own, in the shape that programs know.
 
 ``on`` and ``device`` are text, the methods are in the instance, and a module that arrived with a message has exactly
-the attributes that are sent. Methods of the module run at the reference's owner, whatever ``on`` says, and what runs
-there is the module's ``forward``, without its hooks.
+the attributes that are sent. Calls go to the reference's owner, whatever ``on`` says, and run the module's ``forward``,
+without its hooks.
 
-`ScriptableRemoteModule` is one that TorchScript can compile, made for an interface whose ``forward`` gives the types.
-TorchScript compiles source, and knows no ``*args``; so its methods are written for each interface, as a module of
-their own that both workers make. Its worker and a reference to the remote module are attributes.
+TorchScript can compile a `ScriptableRemoteModule`, made for an interface whose ``forward`` gives the types. TorchScript
+compiles source, and knows no ``*args``; so both workers write the methods for each interface, into a Python module of
+their own. Its worker and a reference to the remote module are attributes.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class _RemoteModule(farcall_module.RemoteModule):
     training = True
     _signature = farcall_module._ANYTHING
     _method = "forward"
-    # `nn.Module.__call__` asks for these, and a module that arrived has none of them in its instance. A `__call__` of
-    # our own would do without, but torch.fx replaces the one of nn.Module, and global hooks hang there.
+    # `nn.Module.__call__` reads these, and a module that arrived has none of them in its instance. A `__call__` of our
+    # own would not need them, but torch.fx replaces the one of nn.Module, and global hooks hang there.
     _backward_hooks = _backward_pre_hooks = _forward_hooks = _forward_pre_hooks = _NO_HOOKS
     _forward_hooks_with_kwargs = _forward_hooks_always_called = _forward_pre_hooks_with_kwargs = _NO_HOOKS
     _is_full_backward_hook = None
@@ -104,7 +104,7 @@ class _RemoteModule(farcall_module.RemoteModule):
         self._set_attributes(shape)
 
     def _set_attributes(self, shape: tuple[Any, ...]) -> None:
-        # Not by setattr: a module that arrives has nothing else, not even the attributes that nn.Module needs for it.
+        # Not by setattr: a module that arrives lacks the attributes that nn.Module's setattr needs.
         attributes = self.__dict__
         attributes.update(zip(_REMOTE_MODULE_PICKLED_ATTRIBUTES, shape, strict=True))
         for method in self.generated_methods:
@@ -136,15 +136,6 @@ class _RemoteModule(farcall_module.RemoteModule):
 
 class RemoteModule(_RemoteModule):
     """A module that lives on another worker; see `farcall.nn.RemoteModule`."""
-
-    def __init__(
-        self,
-        remote_device: Any,
-        module_cls: Callable[..., nn.Module],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(remote_device, module_cls, args, kwargs)
 
 
 def _arrive(cls: type[_RemoteModule], shape: tuple[Any, ...]) -> _RemoteModule:

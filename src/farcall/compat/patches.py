@@ -5,8 +5,8 @@
     torch.futures                    collect_all and wait_all that end with the first error
     farcall's RRef                   errors that come at the call, as programs expect
 
-`apply` patches modules that are loaded; the finder of `installation` uses `AFTER_IMPORT` for those that come later.
-Modules that farcall replaces as a whole are `installation`'s.
+`apply` patches the modules that are loaded; for later ones the finder of `installation` uses `AFTER_IMPORT`.
+`installation` also replaces whole modules.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["AFTER_IMPORT", "Undo", "apply", "patch"]
-
 Undo = Callable[[], object]
 _MISSING = object()
 
 
 def patch(where: Any, name: str, value: object) -> Undo:
-    """Set an attribute; the returned function sets it back, unless somebody else has set it since."""
+    """Set an attribute; the returned function sets it back, unless other code has set it since."""
     before = vars(where).get(name, _MISSING)
     setattr(where, name, value)
 
@@ -105,7 +103,7 @@ AFTER_IMPORT: dict[str, Callable[[ModuleType], list[Undo]]] = {
     "torch.distributed.nn": _nn,
     "torch.distributed.optim": _optim,
 }
-"""The patches of each module of torch's, applied once it is there."""
+"""The patches of torch's modules, applied once each is loaded."""
 
 # ---------------------------------------------------------------------- TorchScript
 
@@ -130,7 +128,7 @@ def _script_builtins() -> list[Undo]:
 
 
 def _scripts() -> list[Undo]:
-    """Prepare the extension wherever TorchScript compiles code that needs it from now on."""
+    """From now on, prepare the extension wherever TorchScript compiles code that needs it."""
     from farcall.compat import autograd, rpc
     from farcall.torchscript import bridging, extension, need
 
@@ -157,7 +155,7 @@ def _futures() -> list[Undo]:
     plain = torch.futures.collect_all
 
     def collect_all(futures: Sequence[Any]) -> Any:
-        """A future of all of them, done when all are, or when one has failed."""
+        """A future of all of them: done when all are, or one has failed."""
         if not any(isinstance(future, Future | DerivedFuture) for future in futures):
             return plain(list(futures))
         futures = list(futures)
@@ -222,7 +220,7 @@ def _references() -> list[Undo]:
 
     def call_remote(rref: RRef[Any], name: str, timeout_s: float, /, *args: Any, **kwargs: Any) -> RRef[Any]:
         kind = rref._get_type(timeout=timeout_s)
-        if not issubclass(kind, torch.jit.ScriptModule):  # whose methods are made with the instance
+        if not issubclass(kind, torch.jit.ScriptModule):  # the methods of those are made with the instance
             getattr(kind, name)
         return call_method_remote(rref, name, timeout_s, *args, **kwargs)
 

@@ -1,7 +1,7 @@
 """Running a program written for ``torch.distributed.rpc`` over farcall, as ``python program.py`` would.
 
 The program is ``__main__``, with its own arguments, path and name; processes that it starts, by ``multiprocessing`` or
-otherwise, have farcall in place, too. Knows nothing of clusters: one program, in this process.
+otherwise, have farcall in place, too. Knows nothing of clusters.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from farcall.compat.installation import install
-
-__all__ = ["is_program", "run_program"]
 
 
 def is_program(arguments: Sequence[str]) -> bool:
@@ -37,10 +35,12 @@ def run_program(arguments: Sequence[str]) -> None:
     except KeyboardInterrupt as interrupt:
         if "FARCALL_RESTARTS" not in os.environ:
             raise
-        # Of `farcall run`, where each worker would print a traceback: one line says where this one was.
+        # Under `farcall run` each worker would print a traceback: one line is enough.
         frames = [frame for frame in traceback.extract_tb(interrupt.__traceback__) if not _is_ours(frame.filename)]
         where = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
-        print(f"interrupted{where}", file=sys.stderr)
+        sys.stderr.write(
+            f"interrupted{where}\n"
+        )  # at once: print writes the end apart, and other threads log meanwhile
         sys.last_value = interrupt  # as the interpreter does
         _end_now(130)
     except Exception as error:
@@ -53,10 +53,10 @@ def run_program(arguments: Sequence[str]) -> None:
 
 
 def _end_now(code: int) -> None:
-    """End this process, with what is registered for its end, but without the end of the interpreter.
+    """Run the exit functions and end this process, without the interpreter's own end.
 
-    That stops other threads where they next ask for its lock. One inside torch's C++ code, as a function that was not
-    interrupted may be, then aborts the process ("terminate called without an active exception").
+    That stops other threads where they next ask for the interpreter's lock. A thread inside torch's C++ code then
+    aborts the process ("terminate called without an active exception").
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -65,7 +65,7 @@ def _end_now(code: int) -> None:
 
 
 _BEFORE_THE_PROGRAM = (__file__, runpy.__file__, "<frozen runpy>")
-"""The frames between the start of the interpreter and the program: its users need not see them."""
+"""The frames between the start of the interpreter and the program, which its users need not see."""
 
 
 def _is_ours(path: str) -> bool:

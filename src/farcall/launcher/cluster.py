@@ -20,7 +20,7 @@ import secrets
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import count
@@ -36,7 +36,7 @@ from farcall.launcher.lives import Restarts, State
 from farcall.launcher.output import Output, WorkerOutput
 from farcall.launcher.parcel import Parcel
 from farcall.launcher.supervisor import END_S, Supervised, Supervisor
-from farcall.launcher.table import LiveTable, rows_of
+from farcall.launcher.table import LiveTable
 from farcall.launcher.worker import DRIVER, end_worker, is_ready
 from farcall.options import RpcBackendOptions
 from farcall.protocol.member import incarnation_text
@@ -97,12 +97,12 @@ class Cluster:
         given = options.secret
         self._secret = secrets.token_hex(32) if given is None else given if isinstance(given, str) else given.decode()
         self.logs: str | None = logs
-        """The folder with what the workers wrote, if it is kept."""
+        """The folder with the output of workers, if that is kept."""
         if shows and isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(line_buffering=True)  # lines of this program come in their order among the others
+            sys.stdout.reconfigure(line_buffering=True)  # or this program's lines would come after those of workers
         self._output = WorkerOutput(Output(sys.stdout) if shows else None, logs)
-        self._awaited: tuple[float, list[Supervised]] | None = None  # since when, and whom
-        self._telling = threading.Lock()  # guards that, so that no status is shown once nobody waits
+        self._awaited: tuple[float, list[Supervised]] | None = None  # workers that a thread waits for, and since when
+        self._telling = threading.Lock()  # guards that: no status may be shown once nobody waits
         self._numbers = count()
         self._ended = threading.Event()
         self._ending = threading.RLock()  # held by the thread that ends the cluster, or by its signal handler
@@ -114,7 +114,6 @@ class Cluster:
         advertise = options.advertise or engine.driver_host
         mine = common.replace(init_method=init_method, advertise=advertise, port=port or options.port)
         self._options = pickle.dumps(common)
-        self._table = LiveTable(self.__repr__, self._rows)
         with ExitStack() as undone:
             undone.callback(self._place.cleanup)
             api.init_rpc(DRIVER, rank=DRIVER_RANK, rpc_backend_options=mine)
@@ -124,12 +123,11 @@ class Cluster:
             self._allowed = _allowed_at_workers()
             MAIN.is_alone = True
             forget_names()
-            self._supervisor = Supervisor(engine, self, restarts, start_timeout_s)
+            self._supervisor = Supervisor(engine, self, restarts=restarts, start_timeout_s=start_timeout_s)
+            self._table = LiveTable(self, self._supervisor, self._node)
             self._unsubscribe = self._node.member_events.subscribe(self._supervisor.on_member)
             undone.pop_all()
         atexit.register(self.shutdown, graceful=False)
-
-    # What programs use.
 
     def __getitem__(self, worker: str | int) -> Worker:
         """A handle of a worker, by name or rank."""
@@ -182,9 +180,9 @@ class Cluster:
         )
 
     def grow(self, workers: int = 1, *, quorum: int | None = None) -> list[Worker]:
-        """Start so many more, and return them when they answer, or ``quorum`` of them.
+        """Start so many more workers, and return them when they answer, or ``quorum`` of them.
 
-        If that fails, or is interrupted, all of them are ended: the cluster is as it was.
+        If that fails, or is interrupted, all of the new ones are ended: the cluster is as it was.
         """
         check_number(workers, quorum)
         numbers = [next(self._numbers) for _ in range(workers)]
@@ -207,7 +205,7 @@ class Cluster:
             raise RpcError(f"the engine did not end {late} within {FIRST_CALL_S:g} s")
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until every worker runs: those that are starting, or are started again. Raises if one died for good."""
+        """Wait until every worker runs, those that are being started or restarted included; raises if one is dead."""
         expected = [one for one in self._supervisor.workers() if one.state is not State.ENDED]
         self._wait_for(expected, len(expected), timeout)
 
@@ -251,11 +249,8 @@ class Cluster:
     def _ipython_display_(self) -> None:
         self._table.show()
 
-    def _rows(self) -> list[Sequence[object]]:
-        return rows_of(self._supervisor.workers(), self._node)
-
     def _wait_for(self, workers: list[Supervised], quorum: int, timeout_s: float | None) -> None:
-        """Return when ``quorum`` of ``workers`` run; raise where that cannot be, or not in time."""
+        """Return when ``quorum`` of ``workers`` run; raise when they cannot any more, or late."""
 
         def running() -> int:
             # The membership may know of a death that the supervisor has not handled yet.
@@ -269,7 +264,7 @@ class Cluster:
         try:
             in_time = self._supervisor.wait(is_settled, timeout_s)
             while not in_time and any(one.state is State.PREPARING for one in workers):
-                # It has joined in time. Sending its files has a bound of its own, and the user's `on_start` its user's.
+                # It joined in time. Sending its files has a bound of its own; the user's `on_start` may take longer.
                 in_time = self._supervisor.wait(is_settled, _LOOK_S)
         finally:
             with self._telling, suppress(OSError, ValueError):  # a terminal that went away
@@ -277,7 +272,7 @@ class Cluster:
                 self._output.show_status("")
         if running() >= quorum:
             return
-        # A member is known to be dead before all of its last words have come.
+        # The news of a death may come before the last lines of its output, which the error shows.
         self._supervisor.wait(lambda: not any(one.has_process for one in workers if one.life.is_over), END_S)
         missing = {one.name: one.account() for one in workers if one.state is not State.RUNNING}
         told = "\n".join(f"{name} {account}" for name, account in missing.items())
@@ -287,7 +282,7 @@ class Cluster:
             f"{len(missing)} of {len(workers)} workers are not running{late}:\n{told}", missing
         ) from cause
 
-    # What the supervisor needs: `Crew`.
+    # As the `Crew` of the supervisor.
 
     def make_spec(self, name: str, rank: int, life: int) -> WorkerSpec:
         return WorkerSpec(
@@ -313,7 +308,7 @@ class Cluster:
             self._on_start(worker)
 
     def bury(self, incarnation: str) -> None:
-        # Members find out by themselves as a rule, but not where its host answers and they cannot reach its port.
+        # Members find out by themselves as a rule; but not where its host answers and does not let them reach its port.
         watch = self._node.links.peers.watch
         for member in watch.members():
             if incarnation_text(member.incarnation) == incarnation:
@@ -366,7 +361,7 @@ def _meeting_url(addresses: Iterable[str]) -> str:
 
 
 def _allowed_at_workers() -> dict[str, str | list[str]] | None:
-    """What `farcall.allow` says here: workers must say the same, and have no ``__main__`` of this program."""
+    """The table of `farcall.allow`, for workers, which must allow the same; they cannot import ``__main__``."""
     if INSTALLED.allowance is None:
         return None
     table = INSTALLED.allowance.table()
@@ -380,14 +375,14 @@ def _allowed_at_workers() -> dict[str, str | list[str]] | None:
 
 
 def _leave() -> None:
-    """This program is no member any more, and its functions are no longer sent."""
+    """Leave the cluster; functions of ``__main__`` are no longer sent as code."""
     api.shutdown(graceful=False)
     MAIN.is_alone = False
     forget_names()
 
 
 def status_of(workers: list[Supervised]) -> str:
-    """A bar of those that run, and how the first that does not is doing."""
+    """A bar of the workers that run, and the progress of the first that does not."""
     running = sum(one.state is State.RUNNING for one in workers)
     done = 20 * running // len(workers)
     late = next((one for one in workers if one.state is not State.RUNNING), None)

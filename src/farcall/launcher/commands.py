@@ -5,12 +5,12 @@ children end with it. A subclass says what the command is (`CommandEngine.comman
 (`spawn`).
 
 Thread rules
-- ``start`` and ``end`` are called by one thread at a time; ``close`` by another one, if that hangs.
-- One thread reads what all processes write and notices their ends; it alone tells the watcher and reaps. The lock
+- One thread at a time calls ``start`` and ``end``; another one ``close``, if that hangs.
+- One thread reads the output of all processes and notices their ends; it alone tells the watcher and reaps. The lock
   guards the table of processes, and that no signal goes to a process after it was reaped.
 
-A process has ended when it is gone and all it wrote was read; one that left its output to somebody else (a daemon) is
-waited for `STRAY_OUTPUT_S`.
+A process has ended when it is gone and its output was read to the end. Where a daemon of its own holds the output open,
+the engine waits `STRAY_OUTPUT_S` for that.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Spawned(NamedTuple):
     lifeline: IO[bytes]
     output: IO[bytes]
     wait: Callable[[], int]
-    """Reaps it, once it has ended: its exit code."""
+    """Reap the process, which has ended; its exit code."""
 
 
 class CommandEngine:
@@ -52,7 +52,7 @@ class CommandEngine:
 
     driver_host: str | None = None
     end_signal: signal.Signals = signal.SIGKILL
-    """What ends a command at once. SIGTERM for one that must first end something elsewhere; `close` kills it later."""
+    """Ends a command. SIGTERM for one that must first end something elsewhere; `close` kills it later."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,25 +63,25 @@ class CommandEngine:
         close_in_children(self)
 
     def command(self, spec: WorkerSpec) -> Sequence[str]:
-        """What runs the worker; its standard input reaches that of `WorkerSpec.command`, and no secret is in it."""
+        """The command that runs the worker. Passes standard input on to `WorkerSpec.command`; contains no secret."""
         return spec.command
 
     def environment(self, spec: WorkerSpec) -> Mapping[str, str]:
         """The environment of the command."""
-        return {**os.environ, "PYTHONUNBUFFERED": "1"}  # somebody looks at its output live
+        return {**os.environ, "PYTHONUNBUFFERED": "1"}  # people watch the output live
 
     def running_detail(self, spec: WorkerSpec) -> str:
-        """Where it runs, in words."""
+        """For people: where the worker runs."""
         return ""
 
     def ended(self, spec: WorkerSpec, exit_code: int) -> ProcessState:
-        """What the end of its command tells."""
+        """The state of a worker whose command ended so."""
         return ProcessState("ended", "", exit_code)
 
     def spawn(self, spec: WorkerSpec) -> Spawned:
         """Start the command."""
-        # stderr too: what a worker writes last is most often a traceback. A session of its own: Ctrl-C in the terminal
-        # is the driver's alone, and signals reach the worker's children.
+        # stderr, too: the last lines of a worker are most often a traceback. A session of its own: Ctrl-C in the
+        # terminal is for the driver alone, and signals to the group reach the worker's children.
         process = subprocess.Popen(
             self.command(spec),
             env=dict(self.environment(spec)),
@@ -96,7 +96,7 @@ class CommandEngine:
         return Spawned(process.pid, process.stdin, process.stdout, process.wait)
 
     def line(self, spec: WorkerSpec) -> bytes:
-        """What is written to the worker's standard input."""
+        """The bytes for the worker's standard input."""
         return spec.encode() + b"\n"
 
     def start(self, specs: Sequence[WorkerSpec], watcher: Watcher) -> None:
@@ -109,16 +109,16 @@ class CommandEngine:
                 self._thread.start()
         for spec in specs:
             try:
-                line = self.line(spec)
-                child = _Child(spec, watcher, self.spawn(spec), line)
+                line = self.line(spec)  # before the process, which would wait for it in vain where this raises
+                child = _Child(spec, watcher, process=self.spawn(spec), line=line)
             except (OSError, EngineError) as error:
                 why = f"{self.command(spec)[0]}: {error.strerror}" if isinstance(error, OSError) else str(error)
                 watcher.on_state(spec, ProcessState("ended", why, _CANNOT_START))
                 continue
-            # Before the thread knows it, which may have its end to tell.
+            # Before the thread knows of the process: it may have its end to tell.
             watcher.on_state(spec, ProcessState("running", self.running_detail(spec)))
             with self._lock:
-                if self._closed.is_set():  # by another thread, that waits no longer for this one
+                if self._closed.is_set():  # by another thread, which did not wait for this one
                     child.send(signal.SIGKILL)
                     child.reap()
                     child.close()
@@ -150,12 +150,12 @@ class CommandEngine:
             self._wake_write = -1
 
     def close_after_fork(self) -> None:
-        """In a forked child: let go of the lifelines, which would outlive their driver otherwise."""
+        """In a forked child: let go of the lifelines, or workers would outlive their driver."""
         for child in self._children.values():
             child.close()
 
     def send(self, specs: Sequence[WorkerSpec], number: signal.Signals) -> None:
-        """Signal the commands of these, and their children, if they have not ended."""
+        """Signal the commands of these workers, and their children, unless they have ended."""
         with self._lock:
             for spec in specs:
                 child = self._children.get(spec)
@@ -168,7 +168,7 @@ class CommandEngine:
                 if self._wake_write >= 0:
                     os.write(self._wake_write, b"x")
             except (BlockingIOError, BrokenPipeError):
-                pass  # it is full: awake in any case; or the thread has just ended
+                pass  # full: the thread wakes in any case; broken: it has just ended
 
     def _watch(self) -> None:
         """The thread: read, notice ends, tell."""
@@ -183,7 +183,7 @@ class CommandEngine:
                 for child in fresh:
                     known.add(child.spec)
                     selector.register(child.output, selectors.EVENT_READ, child)
-                    # The end itself is an event: looking from time to time could not tell which one was first.
+                    # The end is an event of its own: a look from time to time could not tell which worker ended first.
                     selector.register(child.ending, selectors.EVENT_READ, child)
                 for key, _ in selector.select(LOOK_S):
                     if key.data is None:
@@ -211,7 +211,7 @@ class CommandEngine:
 class _Child:
     """One process, the lifeline to it and the pipe from it."""
 
-    def __init__(self, spec: WorkerSpec, watcher: Watcher, process: Spawned, line: bytes) -> None:
+    def __init__(self, spec: WorkerSpec, watcher: Watcher, *, process: Spawned, line: bytes) -> None:
         self.spec = spec
         self.watcher = watcher
         self.process = process
@@ -225,12 +225,12 @@ class _Child:
             self.ending = os.pidfd_open(process.pid)
             if len(line) > MAX_SPEC_BYTES:
                 raise OSError(errno.E2BIG, f"the environment for {spec.name} is too large ({len(line)} bytes)")
-            # All of it at once, so that a process which never reads cannot keep this thread.
+            # The pipe takes all of it at once: a process that never reads must not block this thread.
             if len(line) > fcntl.fcntl(self.lifeline, fcntl.F_GETPIPE_SZ):
                 fcntl.fcntl(self.lifeline, fcntl.F_SETPIPE_SZ, len(line))
             self.lifeline.write(line)
         except BrokenPipeError:
-            pass  # it ended already, and its output says why
+            pass  # the process has ended already, and its output says why
         except OSError:
             self.send(signal.SIGKILL)
             self.reap()
@@ -238,7 +238,7 @@ class _Child:
             raise
 
     def read(self) -> bool:
-        """Pass on what it wrote; False at the end."""
+        """Pass output on; False at its end."""
         data = os.read(self.output.fileno(), _READ_BYTES)
         if data:
             self.watcher.on_output(self.spec, data)
@@ -247,14 +247,14 @@ class _Child:
         return bool(data)
 
     def reap(self) -> None:
-        """It is gone: its children go too, while its number is still its own."""
+        """The process has ended: kill its children while the number is still its own, then free that."""
         self.send(signal.SIGKILL)
         self.exit_code = self.process.wait()
         self._ended_at = monotonic()
 
     @property
     def is_over(self) -> bool:
-        """Is it gone, and all that it wrote read?"""
+        """Has it ended, and was its output read to the end?"""
         return self._ended_at is not None and (self.read_all or monotonic() > self._ended_at + STRAY_OUTPUT_S)
 
     def send(self, number: signal.Signals) -> None:

@@ -7,7 +7,7 @@ at a time, each answered at once:
     "start", with a worker's stdin and stdout         its process id
     "reap", a process id, once that has ended         its exit code
 
-A worker that has ended stays a zombie until it is asked for, so its number means nobody else, and the driver may
+A worker that has ended stays a zombie until it is reaped: its number is given to no other process, so the driver may
 signal it. The server ends with the driver, by its lifeline; workers have their own, and outlive the server.
 
 ``multiprocessing`` has a fork server, too: one for the whole program, which runs its ``__main__`` again.
@@ -29,7 +29,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from farcall.launcher.engine import EngineError
-from farcall.launcher.lifeline import hold
+from farcall.launcher.worker import hold_lifeline
 from farcall.transport.descriptors import close_in_children
 
 START_S = 120.0
@@ -42,10 +42,7 @@ _DESCRIPTOR_BYTES = array.array("i").itemsize
 
 
 class ForkServer:
-    """The driver's end. Its process is started by the constructor, and loads what it needs meanwhile.
-
-    So that the driver can load torch at the same time, this module does not.
-    """
+    """The driver's end. The constructor starts the process, which loads torch while the driver does so, too."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -79,7 +76,7 @@ class ForkServer:
                 self._socket.sendmsg([question], rights)
                 answer = self._socket.recv(_MESSAGE_BYTES)
             except OSError as error:
-                self._socket.close()  # or a late answer would be taken for that of the next question
+                self._socket.close()  # a late answer must not be taken for that of the next question
                 raise EngineError(f"the process that forks workers does not answer: {error}") from error
             if not answer:
                 raise EngineError(f"the process that forks workers has ended (exit code {self._process.poll()})")
@@ -92,7 +89,7 @@ class ForkServer:
         self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        with self._lock:  # whoever waits for an answer hears that there is none
+        with self._lock:  # a thread that waits for an answer has just heard that there is none
             self._socket.close()
 
     def close_after_fork(self) -> None:
@@ -104,7 +101,7 @@ class ForkServer:
 
 def main(descriptor: int) -> None:
     """The server: load, then answer until the driver closes the socket."""
-    hold(0)
+    hold_lifeline(0)
     _load()
     questions = socket.socket(fileno=descriptor)
     while True:
@@ -127,7 +124,7 @@ def main(descriptor: int) -> None:
 
 
 def _load() -> None:
-    """All that a worker imports before its first call; memory that all of them share until they write to it."""
+    """Import the modules of a worker's first call: all workers share that memory until they write to it."""
     for name in ("farcall.api", "farcall.launcher.parcel", "farcall.launcher.worker", "encodings.idna"):
         importlib.import_module(name)
     with suppress(ModuleNotFoundError):  # an extra
@@ -137,7 +134,7 @@ def _load() -> None:
 
 
 def _become_worker(questions: socket.socket, stdin: int, stdout: int) -> NoReturn:
-    """In the child: nothing of the server's is left but what it has loaded."""
+    """In the child: let go of everything of the server's but its modules."""
     code = 1
     try:
         os.setsid()

@@ -1,7 +1,6 @@
-"""`farcall.launch`: workers from one program. Checks what it is asked for, finds the engine and makes the cluster.
+"""`farcall.launch`: workers from one program. Checks the arguments, finds the engine and makes the cluster.
 
-Loads torch, which takes long, only once the engine is there: that of this machine has a process that loads it as well,
-at the same time.
+Loads torch, which takes long, after the engine: that of this machine has a process that loads it at the same time.
 """
 
 from __future__ import annotations
@@ -57,25 +56,26 @@ def launch(
     They are called worker0, worker1, ...; leaving ``with``, or the end of this program, whatever its cause, ends them.
 
     Args:
-        workers: how many.
+        workers: the number of workers.
         on: ``"local"``, ``"ssh"``, ``"slurm"``, ``"ray"``, ``"kubernetes"``, or an engine of your own.
-        quorum: return when so many answer; the others may come later. Default: all.
+        quorum: return when this many answer; the others may come later. Default: all.
         restart: ``"on-failure"``: a worker that dies or ends with an exit code other than 0 is started again, with its
             name and rank.
-        max_restarts: how often, for each worker.
+        max_restarts: the most restarts of one worker.
         backoff_s: the pause before the first restart of a worker; each further one is twice as long.
-        on_start: called with each worker as it comes, also after a restart, before it counts as running: the place to
-            put its state back.
+        on_start: called with each new worker, also after a restart, before it counts as running: the place to restore
+            its state.
         start_timeout: seconds that a worker may take from its start to its first answer.
-        quiet: keep what workers write in files, one for each, in ``logs``, and show nothing.
+        quiet: write the output of workers to files in ``logs``, one for each, and show nothing.
         logs: the folder for those files; by default a new one in the directory for temporary files.
-        ship: send the working directory along, but for what ``.gitignore`` names; without it workers use the
-            directory of the same path.
+        ship: send the working directory along, without the files that ``.gitignore`` names. Otherwise workers use the
+            directory of the same path on their host.
         directory: the working directory of workers; by default that of this program.
         environment: variables for the workers, beside those that the engine passes on.
-        port: where this program listens for its workers; 0: the system chooses. Firewalls need to let in no other one.
+        port: where this program listens for its workers, the one port that firewalls must let in; 0: the system
+            chooses.
         options: `RpcBackendOptions` of this program and its workers; ``rpc_timeout`` is the default for calls.
-        **engine_options: of the engine, see docs/launching.md.
+        **engine_options: options of the engine, see docs/launching.md.
     """
     check_number(workers, quorum)
     if restart not in ("never", "on-failure"):
@@ -121,8 +121,8 @@ def check_number(workers: object, quorum: int | None) -> None:
 
 
 def _check_free() -> None:
-    """Raise where this process is a member already: before anything is started."""
-    loaded: Any = sys.modules.get("farcall.runtime.node.current")  # else it is none
+    """Raise if this process is a member already, before anything is started."""
+    loaded: Any = sys.modules.get("farcall.runtime.node.current")  # not loaded: no member
     if loaded is None or loaded.slot.runtime is None:
         return
     name = loaded.slot.runtime.info.name

@@ -1,4 +1,4 @@
-"""The life of a worker: what becomes of it when its process, its membership or its user says something. Sans-I/O.
+"""The states of a worker, and the events of its process, its membership and its user that change them. Sans-I/O.
 
     state         event       next state
     starting      joined      preparing
@@ -12,10 +12,8 @@
     any of these  removed     ended
     ended         any         the same
 
-"Backing off" where restarts are left, "dead" where none is. *Replaced* is what one life is once the next has begun.
-Events name the life that they are about: news of an earlier one change nothing. The table is `NEXT`, which runs.
-
-Knows no clock (it is told the time), no engine, no member.
+"Backing off" where restarts are left, "dead" where none is. The table is `NEXT`, which runs. The supervisor drops news
+of earlier lives. Knows no clock (it is told the time), no engine, no member.
 """
 
 from __future__ import annotations
@@ -70,28 +68,28 @@ class Restarts:
 
 
 class Life:
-    """One worker's states, one life after the other."""
+    """The states of one worker, one life after the other."""
 
     def __init__(self, restarts: Restarts) -> None:
         self._restarts = restarts
         self.has_run: bool = False
-        """In any of its lives."""
+        """Did it run, in any of its lives?"""
         self.number: int = 0
-        """The life it is in: how often it was started again."""
+        """The present life: how often the worker was started again."""
         self.state: State = State.STARTING
         self.due_at: float | None = None
-        """When it is to be started again, while it is backing off."""
+        """The time of the next start, while it is backing off."""
         self.why: str = ""
-        """Of the last failure, for people."""
+        """The reason of the last failure, for people."""
 
     @property
     def is_over(self) -> bool:
         return self.state in FINAL
 
-    def handle(self, event: Event, life: int, now: float, why: str = "") -> bool:
-        """Something happened in ``life``; whether that changed the state."""
+    def handle(self, event: Event, now: float, why: str = "") -> bool:
+        """Change the state by ``event``; False: this state has no such row."""
         following = NEXT.get((self.state, event))
-        if following is None or life != self.number:
+        if following is None:
             return False
         if event is Event.FAILED:
             self.why = why

@@ -39,7 +39,7 @@ class LocalEngine(CommandEngine):
             try:
                 return server.reap(process)
             except EngineError:
-                return 1  # the server was killed, and knew how the worker ended
+                return 1  # the server was killed, and it alone knew how the worker ended
 
         return Spawned(process, os.fdopen(lifeline, "wb", 0), os.fdopen(output, "rb", 0), wait)
 
@@ -51,13 +51,13 @@ class LocalEngine(CommandEngine):
                 raise
             self._server.close()  # somebody killed it
             self._server = ForkServer()
-            if self._closed.is_set():  # meanwhile; it may have met the one before
+            if self._closed.is_set():  # meanwhile: `close` may have closed only the server before this one
                 self._server.close()
                 raise
             return self._server, self._server.start(stdin, stdout)
 
     def line(self, spec: WorkerSpec) -> bytes:
-        # The server has the environment of its start: what was set since then goes along.
+        # Workers inherit the environment of the server's start: variables set since then travel with the spec.
         news = {name: text for name, text in os.environ.items() if self._server.environment.get(name) != text}
         news["LOCAL_RANK"] = str(spec.rank)
         return super().line(dataclasses.replace(spec, environment={**news, **spec.environment}))

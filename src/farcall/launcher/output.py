@@ -1,13 +1,13 @@
 """The output of several workers in one stream: each byte as it was written, each line behind its worker's name.
 
-    what a worker wrote        where it goes
+    output of a worker         where it goes
     a whole line               out, at once
     text that ends in ``\\r``   out, at once: the next state of a progress bar overwrites it
     an unfinished line         kept until it is finished, so that no other worker's line gets into it; on a terminal
                                only for `HOLD_S`, since it may be a question
 
 Knows nothing of processes; any thread may write. Invariant: without the names, the output of a worker is byte for byte
-what it wrote, but for a line end between what two workers left unfinished.
+its own, but for a line end between the unfinished lines of two workers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CLEAR_LINE = b"\x1b[K"
 class Output:
     """One stream, and the workers that share it.
 
-    Its state, under the lock: whose line the cursor is in, and how the bytes before it ended.
+    Mutable, under the lock: the worker whose line the cursor is in, and the last byte before the cursor.
     """
 
     def __init__(self, file: IO[str], *, is_terminal: bool | None = None, width: int = 0) -> None:
@@ -49,7 +49,7 @@ class Output:
         self._has_colors = (self.is_terminal or not hasattr(file, "buffer")) and "NO_COLOR" not in os.environ
 
     def source(self, name: str, number: int) -> Source:
-        """The place for what one more process writes; ``number`` chooses its colour."""
+        """The place for the output of one more process; ``number`` chooses its colour."""
         prefix = f"{name:>{self._width}} |"
         if self._has_colors:
             prefix = f"\x1b[{COLORS[number % len(COLORS)]}m{prefix}\x1b[0m"
@@ -76,7 +76,7 @@ class Output:
                     source.show_unfinished()
 
     def begin_line(self) -> None:
-        """Before somebody else writes: finish the line that the cursor is in."""
+        """Finish the line that the cursor is in, before another writer begins."""
         with self._lock:
             if self._last != b"\n":
                 self._write(b"\n")
@@ -105,7 +105,7 @@ class Output:
         self._writing = source
 
     def _flush(self) -> None:
-        # The bytes alone: above them may wait half a line that the program itself is printing.
+        # The bytes alone: the text layer above may hold half a line that the program itself is printing.
         getattr(self._file, "buffer", self._file).flush()
 
     def _write(self, data: bytes) -> None:
@@ -115,12 +115,12 @@ class Output:
         if buffer is not None:
             buffer.write(data)
         else:
-            self._file.write(data.decode(errors="replace"))  # a notebook's: it takes text alone
+            self._file.write(data.decode(errors="replace"))  # a notebook's stream takes only text
         self._last = data[-1:]
 
 
 class Source:
-    """What one process writes, and the line of it that is not finished."""
+    """The output of one process, and its unfinished line."""
 
     def __init__(self, output: Output, prefix: bytes) -> None:
         self._output = output
@@ -129,7 +129,7 @@ class Source:
         self._since = 0.0
 
     def write(self, data: bytes) -> None:
-        """Pass on what came."""
+        """Pass ``data`` on."""
         *pieces, self._unfinished = _ENDED.split(self._unfinished + data)
         self._output.put(self, pieces)
         self._since = time.monotonic()
@@ -151,7 +151,7 @@ class Source:
 
 
 class LastLines:
-    """The last lines that a process wrote: of a progress bar its last state, of a long line its end."""
+    """The last lines of a process: of a progress bar its last state, of a long line its end."""
 
     def __init__(self, most: int) -> None:
         self._lines: deque[bytes] = deque(maxlen=most)
@@ -161,7 +161,7 @@ class LastLines:
             line = piece
             if self._lines and not self._lines[-1].endswith(b"\n"):
                 before = self._lines.pop()
-                if piece == b"\n" or not before.endswith(b"\r"):  # else it is overwritten
+                if piece == b"\n" or not before.endswith(b"\r"):  # after \r the line is overwritten
                     line = before + piece
             self._lines.append(line[-LONGEST_LINE_BYTES:])
 
@@ -174,9 +174,9 @@ class LastLines:
 
 
 class WorkerOutput:
-    """Where the output of a cluster's workers goes: to a stream, behind their names, and into files, one for each.
+    """The output of a cluster's workers: to a stream, behind their names, and into files, one for each.
 
-    Any thread may call it. Below a terminal's lines, while a program waits, stands one more: `show_status`.
+    Any thread may call it. While a program waits, a terminal has one more line below the others: `show_status`.
     """
 
     def __init__(self, stream: Output | None, folder: str | None) -> None:
@@ -215,12 +215,12 @@ class WorkerOutput:
             self.end(process)
 
     def show_unfinished(self) -> None:
-        with self._lock:  # which guards what each process has not finished
+        with self._lock:  # which guards the unfinished lines
             if self._stream is not None:
                 self._stream.show_unfinished()
 
     def show_status(self, text: str) -> None:
-        """One line below all others, in the place of the one before; empty: none any more. On terminals only."""
+        """Show one line below all others, instead of the one before; empty: none. On terminals only."""
         with self._lock:
             if self._stream is None or not self._stream.is_terminal or (not text and self._status is None):
                 return

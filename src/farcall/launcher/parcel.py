@@ -1,9 +1,9 @@
 """The working directory of the driver, packed for workers that have none of the same path.
 
-Owns what is packed (all but what ``.gitignore`` files name, and ``.git``), its name (a hash of its bytes, so that a
-host which has it is not sent it again) and where it lies at a worker: in a directory that only this user may enter.
-There the newest `KEPT` stay, and those that somebody works in: a worker holds a lock on its own, which ends with it.
-The functions at the end run on workers.
+Owns the choice of files (all but ``.git`` and those that ``.gitignore`` files name), the name of a parcel (a hash of
+its bytes, so that a host gets each only once) and its place at a worker: a directory that only this user may enter.
+There the newest `KEPT` stay, and those in use: a worker holds a lock on its own, which ends with it. The functions at
+the end run on workers.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Parcel:
         self.name: str = hashlib.sha256(self._data).hexdigest()
         root = Path(directory).resolve()
         entries = (Path(entry or ".").resolve() for entry in sys.path)
-        # Of the program's own modules: those below the directory.
+        # The program's own modules are in the entries below the directory.
         self._path = [str(entry.relative_to(root)) for entry in entries if entry.is_relative_to(root)]
         self._sending: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
     def send(self, worker: Worker) -> None:
-        """Have the directory at the worker, and the worker in it."""
+        """Put the directory on the worker's host, and the worker into it."""
         patient = worker.options(timeout=SEND_S)
-        with self._sending[patient.call(host_token)]:  # one worker of each host at a time: the second finds it there
+        with self._sending[patient.call(host_token)]:  # one worker of a host at a time: the next one finds it there
             for _ in range(_TRIES):
                 if patient.call(enter_parcel, self.name, self._path):
                     return
@@ -74,7 +74,7 @@ def _pack(directory: str) -> bytes:
 
 
 def _check_size(directory: str, names: Sequence[str]) -> None:
-    """Before a byte is read: it may be somebody's data set."""
+    """Raise before a byte is read: the directory may hold a data set."""
     sizes = {name: os.lstat(os.path.join(directory, name)).st_size for name in names}
     if sum(sizes.values()) > MOST_BYTES:
         largest = sorted(names, key=lambda name: -sizes[name])[:_LARGEST]
@@ -94,14 +94,14 @@ def _files(directory: str) -> list[str]:
     """The files below ``directory`` that git would not ignore, by relative path."""
     if shutil.which("git") is None:
         raise LaunchFailed("ship=True needs git, which is not installed here")
-    # A repository of its own, so that it works outside one, and so that files of an outer one's index do not matter.
+    # In a repository of its own: this works outside of any, and does not see the index of an outer one.
     with tempfile.TemporaryDirectory(prefix="farcall-ship-") as scratch:
         _git(directory, "init", "-q", "--bare", scratch)
         place = (f"--git-dir={scratch}", f"--work-tree={directory}")
         found = _git(directory, *place, "ls-files", "-z", "--others", "--exclude-standard")
     names = []
     for name in (os.fsdecode(name) for name in found.split(b"\0") if name):
-        if name.endswith("/"):  # a repository inside, a submodule perhaps: its files are needed as well
+        if name.endswith("/"):  # a repository inside, a submodule perhaps: pack its files as well
             names += [name + inner for inner in _files(os.path.join(directory, name))]
         else:
             names.append(name)
@@ -130,14 +130,14 @@ def enter_parcel(name: str, path: Sequence[str]) -> bool:
     folder = _folder(name)
     if not _hold(folder):
         return False
-    os.utime(folder)  # it is the newest now
+    os.utime(folder)  # the newest from now on
     os.chdir(folder)
     sys.path[:0] = [os.path.normpath(folder / entry) for entry in path] or [str(folder)]
     return True
 
 
 def unpack_parcel(name: str, data: bytes) -> None:
-    """Put the directory where `enter_parcel` finds it, at once and whole."""
+    """Put the whole directory at once where `enter_parcel` finds it."""
     folder = _folder(name)
     if hashlib.sha256(data).hexdigest() != name:
         raise ValueError("the directory arrived damaged")
@@ -149,24 +149,24 @@ def unpack_parcel(name: str, data: bytes) -> None:
             archive.extractall(scratch, **safely)
         os.rename(scratch, folder)
     except OSError:
-        if not folder.is_dir():  # else another program of this user sent the same meanwhile
+        if not folder.is_dir():  # another program of this user may have sent the same meanwhile
             raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    with suppress(OSError):  # where two processes delete at the same time, one finds less than it thought
+    with suppress(OSError):  # of two processes that delete at the same time, one finds less than it listed
         _delete_old(folder)
 
 
 def _hold(folder: Path) -> bool:
-    """Have nobody delete it while this process, or a child of its, lives; False: it is not there."""
+    """Keep the folder while this process, or a child of it, lives; False: there is no such folder."""
     import fcntl  # for Linux alone, and the driver imports this module
 
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return False
-    with suppress(OSError):  # a file system without locks: there nothing is deleted
-        fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits while it is being renamed, to be deleted
+    with suppress(OSError):  # a file system without locks: nothing is deleted there
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits while another process renames the folder, to delete it
     if folder.is_dir() and os.path.samestat(os.fstat(descriptor), os.stat(folder)):
         return True  # the descriptor stays open, and with it the lock
     os.close(descriptor)
@@ -174,7 +174,7 @@ def _hold(folder: Path) -> bool:
 
 
 def _delete_old(new: Path) -> None:
-    """Delete all but the newest that nobody works in, and what a process that was killed left half unpacked."""
+    """Delete folders that are neither new nor in use, and those that a killed process left half unpacked."""
     import fcntl
 
     age = {one: time.time() - one.lstat().st_mtime for one in new.parent.iterdir() if one != new}
@@ -184,10 +184,10 @@ def _delete_old(new: Path) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             unwanted = Path(tempfile.mkdtemp(dir=new.parent))
-            os.rename(one, unwanted)  # while nobody can enter it
+            os.rename(one, unwanted)  # under the lock: no process can enter it
             shutil.rmtree(unwanted, ignore_errors=True)
         except BlockingIOError:
-            pass  # somebody works in it
+            pass  # in use
         finally:
             os.close(descriptor)
     for one in age:

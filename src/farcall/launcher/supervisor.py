@@ -1,16 +1,16 @@
 """The supervisor: the workers of one cluster, from their start through an engine to their end.
 
 Owns the lives of all workers (`lives.py`), the engine, and the thread that acts: it starts and ends processes as the
-lives say, and tells whoever waits. What an engine and the membership say arrives from their threads and is handled on
-this one, in order.
+lives say, and wakes the threads that wait. News of the engine and the membership come on threads of theirs; this one
+handles them, in order, and drops those of an earlier life.
 
-    what is heard                                       event
+    news                                                event
     the member joined                                   joined; then it is prepared, on a thread of its own
     preparing it returned / raised                      prepared / failed, and its process is ended
     its process ended with 0 while it ran               finished
     its process ended otherwise                         failed
     the member is dead                                  failed, and its process is ended
-    it has not joined ``start_timeout_s`` after it was started      failed, and its process is ended
+    it did not join within ``start_timeout_s``          failed, and its process is ended
 
 Thread rules
 - ``_lock`` guards the table of workers; its condition is notified at each change. The engine is called without it, by
@@ -38,31 +38,31 @@ logger: logging.Logger = logging.getLogger("farcall")
 LAST_LINES = 40
 """Kept of each worker: enough for a traceback."""
 END_S = 3.0
-"""How long a worker that was told to end has for it."""
+"""How long a worker may take to end once it was told to."""
 _TICK_S = 0.2
 _NEVER_STARTED = ProcessState("queued", "its engine starts it")
 
 
 class Crew(Protocol):
-    """What the supervisor needs of the cluster it works for."""
+    """The cluster, as its supervisor sees it."""
 
     def make_spec(self, name: str, rank: int, life: int) -> WorkerSpec:
-        """All that a new process has to be told."""
+        """The spec of a new process."""
 
     def prepare(self, name: str) -> None:
         """A member is there: bring it into its state. May block, may raise."""
 
     def bury(self, incarnation: str) -> None:
-        """A process was ended and is about to be replaced: have no member hold it for alive. Must not raise."""
+        """Tell the members that this process is dead: it is about to be replaced. Must not raise."""
 
     def dismiss(self, name: str) -> None:
         """Ask the worker to end in good order. Must not raise."""
 
     def show(self, spec: WorkerSpec, data: bytes) -> None:
-        """A worker wrote this; empty: it will write no more."""
+        """Show the output of a worker; empty: the worker writes no more."""
 
     def tick(self) -> None:
-        """Every moment, on the supervisor's thread."""
+        """Do what is due; called every moment, on the supervisor's thread."""
 
 
 class Supervised:
@@ -79,7 +79,7 @@ class Supervised:
         self.late_at: float | None = None
         self.has_left: bool = False
         self.error: BaseException | None = None
-        """What preparing it raised."""
+        """The exception of `Crew.prepare`."""
 
     @property
     def state(self) -> State:
@@ -87,18 +87,18 @@ class Supervised:
 
     @property
     def has_process(self) -> bool:
-        """Is there a process of its present life, as far as the engine says?"""
+        """Has its present life a process, as far as the engine knows?"""
         return self.spec is not None and self.process.phase != "ended"
 
     @property
     def progress(self) -> str:
-        """How far it is, for people who wait for it."""
+        """For people who wait for it."""
         if self.state is not State.STARTING:
             return str(self.state)
         return f"joining, {self.process}" if self.process.phase == "running" else str(self.process)
 
     def account(self) -> str:
-        """What is known of it, in a line or with its last lines."""
+        """For an error: its progress, and the last lines of its output."""
         if self.state not in (State.STARTING, State.DEAD):
             return self.progress
         said = self.life.why if self.state is State.DEAD else self.progress
@@ -109,21 +109,19 @@ class Supervised:
 class Supervisor:
     """The workers of a cluster. Its thread runs from the constructor to `close`."""
 
-    def __init__(self, engine: Engine, crew: Crew, restarts: Restarts, start_timeout_s: float) -> None:
+    def __init__(self, engine: Engine, crew: Crew, *, restarts: Restarts, start_timeout_s: float) -> None:
         self._engine = engine
         self._crew = crew
         self._restarts = restarts
         self._start_timeout_s = start_timeout_s
         self._lock = threading.Condition()
         self._workers: dict[str, Supervised] = {}
-        self._condemned: dict[WorkerSpec, float] = {}  # processes that have until then to end
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._condemned: dict[WorkerSpec, float] = {}  # processes to end, and until when they may do so by themselves
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: the thread ends
         self._closing = False
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="farcall-supervisor", daemon=True)
         self._thread.start()
-
-    # What the cluster asks for.
 
     def add(self, workers: Iterable[tuple[str, int]]) -> list[Supervised]:
         """Start these, by name and rank."""
@@ -159,7 +157,7 @@ class Supervisor:
     def close(self, patient: bool) -> None:
         """End all workers; ``patient``: they may end by themselves first. Returns when no process is left.
 
-        One that was interrupted can be called again.
+        May be called again after an interruption.
         """
         with self._lock:
             self._closing = True
@@ -169,21 +167,21 @@ class Supervisor:
             if patient:
                 self._dismiss(asked)
                 with self._lock:
-                    self._lock.wait_for(lambda: self._failure is not None or self._all_gone(), END_S)
+                    processes = self._workers.values()
+                    self._lock.wait_for(
+                        lambda: self._failure is not None or not any(one.has_process for one in processes), END_S
+                    )
         finally:
-            self._inbox.put(self._stop)
+            self._inbox.put(None)
             self._thread.join(END_S)
             self._engine.close()
 
     def _dismiss(self, names: Iterable[str]) -> None:
-        """Without the lock: a link that is full keeps its callers waiting, and whoever reads output needs the lock."""
+        # Without the lock: a full link makes its callers wait, and the thread that reads output needs the lock.
         for name in names:
             self._crew.dismiss(name)
 
-    def _all_gone(self) -> bool:
-        return not any(worker.has_process for worker in self._workers.values())
-
-    # What is heard, from any thread.
+    # News, on any thread.
 
     def on_state(self, spec: WorkerSpec, state: ProcessState) -> None:
         self._inbox.put(lambda: self._on_process(spec, state))
@@ -208,7 +206,7 @@ class Supervisor:
                 except Empty:
                     pass
                 else:
-                    if handle == self._stop:
+                    if handle is None:
                         return
                     handle()
                 self._look_at_clock()
@@ -232,9 +230,6 @@ class Supervisor:
             self._crew.tick()
         except (OSError, ValueError) as error:
             logger.info("cannot show the state of the workers: %s", error)
-
-    def _stop(self) -> None:
-        """A mark in the inbox: the thread ends there."""
 
     def _start(self, workers: Sequence[Supervised]) -> None:
         now = monotonic()
@@ -312,7 +307,7 @@ class Supervisor:
                 self._condemn(worker, 0.0)
 
     def _look_at_clock(self) -> None:
-        """Start those whose pause is over; give up those that are late; kill those that were to end."""
+        """Start workers whose pause is over; give up late ones; kill condemned ones."""
         now = monotonic()
         with self._lock:
             for worker in self._workers.values():
@@ -335,7 +330,7 @@ class Supervisor:
 
     def _tell(self, worker: Supervised, event: Event, why: str = "") -> None:
         before = worker.state
-        if worker.life.handle(event, worker.life.number, monotonic(), why):
+        if worker.life.handle(event, monotonic(), why):
             logger.info("%s: %s -> %s%s", worker.name, before, worker.state, f" ({why})" if why else "")
             if worker.state is State.BACKING_OFF:
                 again = f"{worker.life.number + 1} of {self._restarts.most}"
@@ -343,14 +338,14 @@ class Supervisor:
             self._lock.notify_all()
 
     def _remove(self, worker: Supervised) -> bool:
-        """It is to end; True: it is a member, and can be asked to."""
+        """Have the worker end. True: it is a member, so it can be asked to."""
         is_member = worker.state in (State.PREPARING, State.RUNNING)
         self._tell(worker, Event.REMOVED)
         self._condemn(worker, END_S if is_member else 0.0)
         return is_member
 
     def _condemn(self, worker: Supervised, patience_s: float) -> None:
-        """Have its process ended, unless it does so by itself in time."""
+        """Have its process ended, unless it ends by itself in time."""
         if worker.spec is not None and worker.has_process:
             until = monotonic() + patience_s
             self._condemned[worker.spec] = min(until, self._condemned.get(worker.spec, until))

@@ -1,11 +1,11 @@
 """The process of a worker: ``python -m farcall.launcher.worker``.
 
     1  its spec        one line of standard input, or `ENV_SPEC` (see `engine.py`); nothing is imported before that
-    2  its lifeline    what was standard input, if the spec came from there; that is empty from now on
+    2  its lifeline    the former standard input, if the spec came from there; functions find standard input empty
     3  its place       environment, working directory, ``sys.path``
     4  its work        joins the driver's group and serves until the driver ends it or is gone; or runs a program
 
-A start that fails writes its traceback to stderr and ends with `START_FAILED`: that is what the driver raises.
+A start that fails writes its traceback to stderr, for the driver to raise, and ends with `START_FAILED`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,33 @@ from farcall.options import RpcBackendOptions
 DRIVER = "driver"
 """The name of the member that launched the others."""
 START_FAILED = 82
-"""The exit code of a worker that could not start."""
 END_S = 2.0
 """How long a worker that was told to end waits for its calls."""
 LOOK_S = 5.0
-"""How often a worker looks whether it still is a member: nothing tells it where it was expelled."""
+"""How often a worker looks whether it still is a member: no event tells it of its own expulsion."""
 _end = threading.Event()
+
+
+def hold_lifeline(descriptor: int) -> None:
+    """Have the kernel kill this process, and the group that it leads, when the other end of ``descriptor`` closes.
+
+    The kernel itself sends the signal (``O_ASYNC`` with ``F_SETSIG``), so a worker whose interpreter is busy in C code,
+    or stopped, ends as well. Nobody writes to the line after the worker's spec, so any event on it is its end. A
+    parent-death signal would do the same on one machine, but it fires when the *thread* that started the process ends,
+    and notebooks start things from threads that do.
+    """
+    import fcntl  # for Linux alone, and the driver imports this module
+    import select
+    import signal
+
+    group = os.getpgrp()
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, -group if group == os.getpid() else os.getpid())
+    fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
+    looking = select.poll()
+    looking.register(descriptor, select.POLLIN)
+    if looking.poll(0):  # it was closed before the kernel was told
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def read_spec() -> WorkerSpec:
@@ -43,10 +64,8 @@ def read_spec() -> WorkerSpec:
         if not piece or len(line) > MAX_SPEC_BYTES:
             raise SystemExit("farcall: farcall.launch starts this program; do not run it yourself")
     spec = WorkerSpec.decode(line)
-    from farcall.launcher.lifeline import hold  # for Linux alone, and the driver imports this module
-
     # Functions that read standard input find its end, not the lifeline.
-    hold(os.dup(0))
+    hold_lifeline(os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -83,7 +102,7 @@ def options_of(spec: WorkerSpec) -> RpcBackendOptions:
         advertise=None,  # that of this process' environment
         port=0,
         start_timeout_s=spec.start_timeout_s,
-        # Whom the driver holds for dead it ends, and it may have started a successor.
+        # The driver ends a worker that it has declared dead, and may have started a successor.
         membership=dataclasses.replace(options.membership, rejoin=False),
     )
 
@@ -99,27 +118,27 @@ def serve(spec: WorkerSpec) -> None:
     farcall.init_rpc(spec.name, rank=spec.rank, rpc_backend_options=options_of(spec))
     farcall.on_member(_look_for_driver)
     if DRIVER not in (member.name for member in farcall.members()):
-        _end.set()  # it went between our joining and our listening
+        _end.set()  # the driver left after this worker joined, and before it listened
     runtime = current_runtime()
     while not _end.wait(LOOK_S):
         if not runtime.running:
-            raise RpcError(f"{spec.name} is no longer a member")  # the others hold it for dead
+            raise RpcError(f"{spec.name} is no longer a member")  # the others have declared it dead
     try:
         farcall.shutdown(timeout=END_S)
     except RpcError:
-        farcall.shutdown(graceful=False)  # somebody's call takes longer; the driver wants us gone
+        farcall.shutdown(graceful=False)  # a call takes longer, and the driver does not wait
 
 
-# What the driver calls.
+# The functions that the driver calls.
 
 
 def is_ready() -> bool:
-    """It can be called: that is the answer."""
+    """The answer itself says that this worker can be called."""
     return True
 
 
 def end_worker() -> None:
-    """Have this worker end in good order, if the driver says so."""
+    """Have this worker end in good order; obeys the driver alone."""
     from farcall.runtime.calls.scope import current_call
 
     caller = current_call().caller
@@ -128,7 +147,7 @@ def end_worker() -> None:
 
 
 def describe() -> tuple[str, int, int, int]:
-    """Its host, process, calls served so far, and bytes of memory."""
+    """The host, process id, calls served so far and bytes of memory of this worker."""
     from farcall import api
 
     found = api.metrics()
@@ -144,13 +163,14 @@ def _look_for_driver(event: object) -> None:
         _end.set()
 
 
-def run_worker(spec: WorkerSpec) -> None:
-    """All that comes after the spec."""
+def main() -> None:
+    """The entry point."""
     import traceback
 
+    spec = read_spec()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # it is a pipe, and somebody looks at it live
+            stream.reconfigure(line_buffering=True)  # a pipe, and people watch it live
     try:
         take_place(spec)
         if spec.program:
@@ -165,13 +185,8 @@ def run_worker(spec: WorkerSpec) -> None:
         sys.exit(START_FAILED)
 
 
-def main() -> None:
-    """The entry point."""
-    run_worker(read_spec())
-
-
 if __name__ == "__main__":
-    # As the module of its name: what the driver calls here must find the same event.
+    # Import the module by its name: functions that the driver calls must find the same `_end`.
     from farcall.launcher.worker import main as run
 
     run()

@@ -1,8 +1,8 @@
 """`RemoteModule`: a module on another worker, used like one of this worker.
 
-It holds a reference to the module and the signature of its ``forward``, so that wrong arguments are found before
-anything is sent. Parameters, buffers and hooks are the remote module's: methods that would have to pretend otherwise
-raise, each with the way to do it instead.
+It holds a reference to the module and the signature of its ``forward``, so that wrong arguments fail before anything is
+sent. Parameters, buffers and hooks are the remote module's: methods that would have to pretend otherwise raise, and
+name the way to do it instead.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RemoteModule(nn.Module):
         self.on = rref.owner()
         self._signature = signature
 
-    # Properties: kept in the instance, the methods would be a cycle, and the reference would outlive its last use.
+    # Properties, since bound methods in the instance would be a cycle, and the reference would outlive its last use.
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
         """Run the module's forward where it lives, and return its result."""
@@ -150,7 +150,7 @@ class RemoteModule(nn.Module):
             register_reducer(cls, _reduce)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Only foreign picklers come here. One that a user installed for calls may be at work on a call.
+        # Only foreign picklers come here; one that a user installed for calls may be writing a call.
         if current_encoding() is None:
             raise SerializationError(
                 "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC: send "
@@ -219,7 +219,7 @@ class RemoteDevice(NamedTuple):
 
 
 class BadRemoteDevice(ValueError, RuntimeError):
-    """A malformed remote device; torch raises a ValueError or a RuntimeError, depending on the mistake."""
+    """A malformed remote device; torch raises a ValueError for some mistakes, a RuntimeError for others."""
 
 
 def parse_remote_device(text: str | WorkerInfo) -> RemoteDevice:
@@ -288,15 +288,12 @@ def _run_forward(
     result = run(*moved, **{key: _moved(value, device) for key, value in kwargs.items()})
     if stays:
         return result
-    return tuple(map(_to_cpu, result)) if isinstance(result, tuple) else _to_cpu(result)
+    cpu = torch.device("cpu")
+    return tuple(_moved(part, cpu) for part in result) if isinstance(result, tuple) else _moved(result, cpu)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
-def _to_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _parameters(rref: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:

@@ -1,12 +1,12 @@
 """`Shared`: a module that several trainers use at the same time.
 
-A backward pass needs the weights of its forward pass. Where another trainer's step changes them in between, torch
-raises "modified by an inplace operation". So each forward pass works on a copy of the weights, taken while no optimizer
-steps; gradients go through the copy to the weights themselves.
+A backward pass needs the weights of its forward pass. If another trainer's step changes them in between, torch raises
+"modified by an inplace operation". So each forward pass works on a copy of the weights, taken while no optimizer steps;
+gradients go through the copy to the weights themselves.
 
-Not by ``torch.func.functional_call``: that puts the copies into the module itself for the time of the call, where other
-passes find them, and may leave them there for good, so that nothing is trained any more. Each pass has modules of its
-own here, which share everything with the originals but their weights.
+Not by ``torch.func.functional_call``: that puts the copies into the module itself for the time of the call. Other
+passes find them there, and they may stay for good, so that nothing is trained any more. Here each pass has modules of
+its own, which share everything with the originals but their weights.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A node's answers to questions about it, and its own questions to others.
+"""A node's answers to questions about it, and its own questions to peers.
 
-Owns the subjects, the questions passed on for observers, and the node's own: when a call has timed out, its callee is
-asked about it, and the answer explains the error. Everything runs on the I/O thread but ``explain`` and the end of the
-node. Popping a question from the table ends it, and is atomic, so there is no lock. Nothing here waits, and no answer
-needs a worker thread. A question without an answer is given up at its deadline.
+Owns the subjects, the questions forwarded for observers, and the node's own: when a call has timed out, the node asks
+the callee about it, and the answer explains the error. All but ``explain`` and the node's end run on the I/O thread.
+Popping a question from the table ends it, and is atomic, so no lock is needed. Nothing here blocks, and no answer needs
+a worker thread. A question without an answer is given up at its deadline.
 
-An observer hears of all workers: the asked member passes the question on over its links, and each answer back.
+An observer hears of all workers: the member that it asks forwards the question over its links, and each answer back.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ TRACE_END = "trace: end"
 
 FORGET_S = 30.0
 SILENT_S = 5.0
-"""A peer that did not answer in time is not asked again for this long: errors must not be held up again and again."""
+"""A peer that did not answer in time is not asked again for this long: it must not delay one error after the other."""
 LONGEST_EXPLAINING_S = 0.3
 SHORTEST_EXPLAINING_S = 0.02
 
 Subject = Callable[[Peer | None, bytes], bytes | Callable[[], bytes]]
-"""From the asking peer (None: an observer) and the argument to the answer. On the I/O thread: it must not block.
+"""From the asking peer (None: an observer) and the argument to the answer. Runs on the I/O thread: it must not block.
 
-An answer that takes long to write is given as a function, which runs on a thread of its own.
+For an answer that takes long to write it returns a function, which runs on a thread of its own.
 """
 
 
@@ -75,27 +75,35 @@ class CallState(msgspec.Struct, frozen=True, array_like=True):
     """A call that has timed out, as its callee sees it."""
 
     served: ServedCall | None
-    """None: it never came, or it has been answered."""
+    """None: it never arrived, or it has been answered."""
     pool: PoolView
     thread: str = ""
     at: StackLine | None = None
     waits_for: OutgoingCall | None = None
-    """The call that its thread waits for in turn."""
+    """The further call that its thread waits for."""
     worker_state: str = ""
 
 
+# Made at the import, as all decoders: msgspec looks into a type at its first use, and two threads that do so at once
+# crash.
+_decode_state: Callable[[bytes], CallState] = msgspec.msgpack.Decoder(CallState).decode
+
+
 class _Question(NamedTuple):
-    """A question to a peer, before its answer."""
+    """A question to a peer that waits for its answer."""
 
     peer: Peer
     deadline: float
     done: Callable[[bytes], None]
     own: bool = True
-    """False: passed on for an observer, which needs no empty answer."""
+    """False: forwarded for an observer, which needs no empty answer."""
 
 
 class Answering:
-    """The questions of one node, asked and answered: ``node.part(Answering)``."""
+    """The questions of one node, asked and answered: ``node.part(Answering)``.
+
+    Mutable: the open questions, and the peers that are not asked for a while.
+    """
 
     def __init__(self, node: Runtime) -> None:
         self._node = node
@@ -106,7 +114,7 @@ class Answering:
             EVENTS: lambda peer, argument: encode(WorkerEvents(node.info.name, node.event_log.latest())),
             CALL_STATE: lambda peer, argument: describe_call(node, peer, argument),
         }
-        """Other parts may add theirs before the node starts."""
+        """Other parts may add subjects before the node starts."""
         self._numbers = itertools.count(1)
         self._open: dict[int, _Question] = {}
         self._silent_until: dict[int, float] = {}
@@ -118,10 +126,10 @@ class Answering:
         node.hooks.ended.append(self._give_up_all)
         self._timer = node.timer(self._give_up_overdue)
 
-    # ------------------------------------------------------------------ questions of others
+    # ------------------------------------------------------------------ questions of peers and observers
 
     def answer(self, peer: Peer | None, subject: str, argument: bytes, tell: Callable[[bytes], None]) -> None:
-        """Give ``tell`` this node's answer, now or later; empty where it knows no such subject, or fails."""
+        """Call ``tell`` with this node's answer, now or later; empty if it knows no such subject, or fails."""
         handle = self.subjects.get(subject)
         try:
             found = b"" if handle is None else handle(peer, argument)
@@ -135,7 +143,7 @@ class Answering:
             threading.Thread(target=self._write, args=(subject, found, tell), name=name, daemon=True).start()
 
     def _write(self, subject: str, write: Callable[[], bytes], tell: Callable[[bytes], None]) -> None:
-        """On a thread of its own: work out a long answer."""
+        """On a separate thread: write a long answer."""
         data = b""
         try:
             data = write()
@@ -151,7 +159,7 @@ class Answering:
         self.answer(peer, ask.subject, ask.argument, lambda data: peer.control(Told(ask.number, me, data)))
 
     def answer_observer(self, observer: ObserverConnection, ask: Ask) -> None:
-        """Answer an observer, and pass its question on to all other workers if it wants to hear of everyone."""
+        """Answer an observer, and forward its question to all other workers if it asks for everyone."""
         node = self._node
         workers = self._everyone() if ask.everyone else [WorkerState(node.info.name, node.info.id)]
         observer.tell(Roster(ask.number, node.membership.cluster_id, workers))
@@ -166,7 +174,7 @@ class Answering:
         self.answer(None, ask.subject, ask.argument, teller(node.info.name))
 
     def _everyone(self) -> list[WorkerState]:
-        """All members; of a group without a fixed size, those that are there."""
+        """All members; in a group without a fixed size, those present now."""
         node = self._node
         if not node.is_static:
             return [WorkerState(info.name, info.id) for info in node.workers()]
@@ -196,7 +204,7 @@ class Answering:
             done(b"")
             return
         number = self._send(_Question(peer, now + bound_s, done), peer, subject, argument)
-        # After it is in the table: if the node ends in this moment, one of the two sees the other.
+        # Check after the entry in the table: if the node ends now, this line or `_give_up_all` ends the question.
         if not self._node.running and self._open.pop(number, None) is not None:
             done(b"")
 
@@ -215,7 +223,7 @@ class Answering:
                 self._node.something_ended()
 
     def explain(self, call: PendingCall, done: Callable[[str], None]) -> None:
-        """Ask the callee about ``call``, whose time is up; ``done`` gets the explanation. From any thread."""
+        """Ask the callee about ``call``, which has timed out; ``done`` gets the explanation. From any thread."""
 
         worker, bound_s = call.peer.info.name, explaining_s(call.timeout_s)
 
@@ -226,7 +234,7 @@ class Answering:
         if not self._node.running:
             done("")  # the I/O thread may have ended
         elif self._node.on_io_thread():
-            begin()  # at once, so that nothing is left behind if this is the thread's last round
+            begin()  # at once: this may be the thread's last round, which a queued callback would miss
         else:
             self._node.call_soon(begin)
 
@@ -243,7 +251,7 @@ class Answering:
         return min((question.deadline for question in list(self._open.values())), default=NEVER)
 
     def _give_up_all(self) -> None:
-        """The node ends: errors that wait for an explanation go without it."""
+        """Release errors that wait for an explanation: the node ends."""
         for number in list(self._open):
             question = self._open.pop(number, None)
             if question is not None and question.own:
@@ -251,7 +259,7 @@ class Answering:
 
 
 def _collect(node: Runtime) -> msgspec.Struct:
-    from farcall.observe.metrics import collect  # loaded where somebody asks: it knows every layer
+    from farcall.observe.metrics import collect  # imports every layer: loaded at the first question
 
     return collect(node)
 
@@ -260,7 +268,7 @@ def _collect(node: Runtime) -> msgspec.Struct:
 
 
 def explaining_s(timeout_s: float) -> float:
-    """How long an error may be held up for an explanation: little, if the call's own timeout was short."""
+    """How long an explanation may delay an error: not long, if the call's own timeout was short."""
     return min(LONGEST_EXPLAINING_S, max(SHORTEST_EXPLAINING_S, timeout_s / 4))
 
 
@@ -283,14 +291,14 @@ def describe_call(node: Runtime, peer: Peer | None, argument: bytes) -> bytes:
 
 
 def explanation(worker: str, data: bytes, asked_s: float) -> str:
-    """At the caller: the words that are added to the error."""
+    """At the caller: the text that is added to the error."""
     if not data:
         return (
             f"{worker} did not say within {asked_s:.2g} s what it does with it: its process may be stopped, or busy in "
             "native code, or the network may be slow"
         )
     try:
-        state = msgspec.msgpack.decode(data, type=CallState)
+        state = _decode_state(data)
     except (msgspec.DecodeError, ValueError):
         return ""
     served = state.served

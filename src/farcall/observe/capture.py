@@ -1,8 +1,8 @@
-"""torch's operators on one thread, between two moments, as spans.
+"""The operators that torch runs on one thread between two moments, as spans.
 
-Uses torch's legacy profiler, because it belongs to a thread: any number of requests can be profiled at once, and the
-threads of a backward pass are included. Kineto has one session in a process, which may be the user's. The parser is
-torch's own (`torch.autograd.profiler_legacy`); a torch without it gives spans of calls and runs only.
+Uses torch's legacy profiler, which is per thread: any number of requests can be profiled at once, and the threads of a
+backward pass are included. Kineto was rejected: it has one session per process, which may be the user's. The parser is
+torch's own (`torch.autograd.profiler_legacy`); without it there are spans of calls and runs only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ except ImportError:  # it is deprecated
 
 
 class Detail(IntFlag):
-    """The details of operators beside names and times; a caller's wish travels as the sum of its bits."""
+    """The details of operators besides names and times; a caller's choice travels as the sum of its bits."""
 
     SHAPES = 1
     MEMORY = 2
@@ -33,20 +33,20 @@ class Detail(IntFlag):
     FLOPS = 8
     MODULES = 16
     DEVICE = 32
-    """Time on the device, where there is one."""
+    """Time on the device, if there is one."""
 
 
 Records = list[list[Any]]
-"""The notes of torch's profiler, for each thread."""
+"""The records of torch's profiler, one list per thread."""
 
 _autograd: Any = torch.autograd
 _parse: Any = None if legacy is None else legacy._parse_legacy_records
 _OTHER_THREADS: Final = 1 << 24
-"""Threads that torch does not number as the system does get numbers from here on: above all of the system's."""
+"""Threads with torch's own numbering get numbers from here on, above all thread ids of the system."""
 
 
 def start(options: int) -> bool:
-    """Begin on the calling thread; False: torch cannot, or another profiler is at work there."""
+    """Begin on the calling thread; False: torch cannot, or another profiler runs on it."""
     if legacy is None or is_profiled():
         return False
     device = options & Detail.DEVICE and torch.cuda.is_available()
@@ -71,18 +71,18 @@ def stop() -> Records:
 
 
 def start_record(records: Records) -> Any:
-    """The mark of the beginning, from which times are counted."""
+    """The record of the start, from which times are counted."""
     return next(record for thread in records for record in thread if record.name() == "__start_profile")
 
 
 def start_ns(record: Any) -> int:
-    """The moment of that mark, by the clock of spans."""
+    """The time of the start record, by the clock of spans."""
     ahead_ns = 0 if PROFILING.clock_ns is time.time_ns else PROFILING.clock_ns() - time.time_ns()
     return int(record.start_us() * 1000) + ahead_ns
 
 
 def to_spans(records: Records, worker: int, thread: int, call: int) -> list[Span]:
-    """The operators among ``records``; ``thread`` is the system's number of the thread that began."""
+    """The operators among ``records``; ``thread`` is the system's id of the thread that called `start`."""
     began = start_record(records)
     base_ns = start_ns(began)
     mine = began.thread_id()
@@ -111,13 +111,13 @@ _DETAILS: Final = {
     "scope": "scope",
     "async": "is_async",
 }
-"""The names of a span's details, and of the attributes of torch's events that they are."""
+"""From the name of a span's detail to the attribute of torch's event that holds it."""
 
 
 def _details(event: Any) -> dict[str, Any]:
     found = {ours: value for ours, theirs in _DETAILS.items() if (value := getattr(event, theirs))}
     if event.trace_name is None:
-        found["timeless"] = True  # memory that was taken or freed outside of any operator
+        found["timeless"] = True  # memory allocated or freed outside of any operator
     if event.kernels:
         found["kernels"] = [(kernel.name, kernel.device, kernel.duration) for kernel in event.kernels]
     if event.sequence_nr is not None and event.sequence_nr >= 0:

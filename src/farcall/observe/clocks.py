@@ -1,11 +1,11 @@
-"""One time for all workers: the differences of their clocks, from questions over the links and from calls.
+"""One time for all workers: their clock offsets, from questions over the links and from calls.
 
-Every worker's spans are in its own clock. A question and its answer bound the difference of two clocks: the other clock
-was read between the two moments at which we asked and heard. So does each call: its run lies inside it. `align` finds
-one offset for each worker that breaks none of these bounds, and is near the tightest ones.
+Every worker's spans are in its own clock. A question and its answer bound the difference of two clocks, as the other
+clock was read between the two. So does each call: its run lies inside it. `align` finds one offset per worker that
+violates none of these bounds, and is near the middle of the tightest.
 
-`Clocks` asks by control messages, which never wait for a function; nothing waits for the answers. A peer is asked a few
-times when a profiled caller first calls it, and again half a minute later.
+`Clocks` asks by control messages, which never queue behind a function; no thread waits for the answers. A peer is asked
+a few times at the first call of a profiled caller, and again half a minute later.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ STALE_S = 30.0
 
 
 class Clocks:
-    """The clocks of a node's peers; ``node.part(Clocks)``."""
+    """The clocks of a node's peers; ``node.part(Clocks)``. Mutable: bounds and outstanding questions, by worker."""
 
     def __init__(self, node: Runtime) -> None:
         self._node = node
-        self._best: dict[int, Bound] = {}  # by worker: the tightest of the latest questions
+        self._best: dict[int, Bound] = {}  # by worker: the tightest bound of the latest questions
         self._asked_at: dict[int, float] = {}
         self._left: dict[int, int] = {}
-        # In order, and so on the thread that reads: on its way to another one an answer would only get older.
+        # ``in_order`` runs it on the thread that reads the link: a hop to another thread would widen the bound.
         node.hooks.on_control(ClockTold, self._on_told, in_order=True)
 
     def ask(self, peer: Peer) -> None:
-        """Measure the difference to ``peer``'s clock, unless that was done a moment ago."""
+        """Measure the offset of ``peer``'s clock, unless that was done recently."""
         worker, now = peer.info.id, monotonic()
         if not isinstance(peer, RemotePeer) or now - self._asked_at.get(worker, -STALE_S) < STALE_S:
             return
@@ -46,7 +46,7 @@ class Clocks:
         peer.control(ClockAsked(PROFILING.clock_ns()))
 
     def bounds(self) -> list[Bound]:
-        """The bounds known by now."""
+        """The bounds known so far."""
         return list(self._best.values())
 
     def _on_told(self, peer: RemotePeer, message: ClockTold) -> None:
@@ -81,7 +81,7 @@ def bounds_of_calls(spans: Iterable[Span]) -> list[Bound]:
 
 
 def offsets_of(harvest: Harvest, origin: int) -> dict[int, int]:
-    """How far the clock of each worker in ``harvest`` is ahead of that of ``origin``, in nanoseconds."""
+    """How far each worker's clock in ``harvest`` is ahead of ``origin``'s, in nanoseconds."""
     return align(origin, [*harvest.bounds, *bounds_of_calls(harvest.spans)])
 
 
@@ -89,8 +89,8 @@ def align(origin: int, bounds: Iterable[Bound]) -> dict[int, int]:
     """For each worker named in ``bounds``: how far its clock is ahead of ``origin``'s, in nanoseconds."""
     tightest = _tightest(bounds)
     offsets = _estimates(origin, tightest)
-    # Each bound is two inequalities, x <= y + limit. Lowering x wherever one is broken ends after as many rounds as
-    # there are workers, if all can be kept at all; a clock that was set meanwhile may make that impossible.
+    # Each bound is two inequalities, x <= y + limit. Lower x wherever one is violated (Bellman-Ford): this ends after
+    # as many rounds as there are workers, if a solution exists; a clock that was set meanwhile may rule that out.
     limits = []
     for (here, there), (low, high) in tightest.items():
         limits += [(there, here, high), (here, there, -low)]
@@ -116,13 +116,13 @@ def _tightest(bounds: Iterable[Bound]) -> dict[tuple[int, int], tuple[int, int]]
         known = found.get((here, there))
         found[here, there] = (low, high) if known is None else (max(low, known[0]), min(high, known[1]))
     for pair, (low, high) in found.items():
-        if low > high:  # the clocks drifted apart meanwhile
+        if low > high:  # the clocks drifted between two measurements
             found[pair] = ((low + high) // 2, (low + high) // 2)
     return found
 
 
 def _estimates(origin: int, tightest: dict[tuple[int, int], tuple[int, int]]) -> dict[int, int]:
-    """The middle of the bounds, along the narrowest ways from ``origin``; workers out of reach count from 0."""
+    """The middles of the bounds, added along the narrowest paths from ``origin``; unreachable workers start at 0."""
     ways: dict[int, list[tuple[int, int, int]]] = {}
     for (here, there), (low, high) in tightest.items():
         middle, width = (low + high) // 2, high - low

@@ -1,7 +1,7 @@
 """One trace of all workers, for a while: `farcall.profile` from inside, ``farcall trace`` from outside.
 
-`farcall.profile` tells the other workers to record by ordinary calls, and fetches their records at the end. An observer
-asks two questions instead, which each worker answers on its I/O thread:
+`farcall.profile` starts recordings on the other workers by ordinary calls, and fetches their records at the end. An
+observer asks two questions instead, which each worker answers on its I/O thread:
 
     worker is      question         then
     idle           TRACE_BEGIN      recording, for ``for_s`` and GRACE_S at most
@@ -9,9 +9,9 @@ asks two questions instead, which each worker answers on its I/O thread:
     recording      its time is up   idle: the observer is gone, and the record is dropped
     idle           TRACE_END        an empty answer: it joined meanwhile
 
-A worker also stops when the worker that told it to record is gone. The clock of the trace is that of the worker where
-the block is, or that the observer is connected to. A worker that cannot be reached at the end is named in ``missing``:
-the trace of the others is worth having.
+A worker also stops when the worker that started its recording is gone. The clock of the trace is that of the worker
+with the block, or of the worker that the observer is connected to. A worker that cannot be reached at the end is named
+in ``missing``: a trace of the other workers is still useful.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from farcall.observe.capture import Detail
 from farcall.observe.clocks import Clocks
 from farcall.observe.observer import Observer
 from farcall.observe.profile import PROFILER, THREAD, Collector
-from farcall.observe.spans import CALL, OPERATOR, Harvest, decode_harvest, encode_harvest
+from farcall.observe.spans import Harvest, decode_harvest, encode_harvest
 from farcall.observe.trace import chrome_trace, function_events, write_json
 from farcall.protocol.observing import WorkerState
 from farcall.rpc.call import UNSET_TIMEOUT
@@ -53,18 +53,18 @@ MOST_SPANS = 1_000_000
 MOST_S = 600.0
 GRACE_S = 30.0
 FETCH_S = 25.0
-"""How long the answers may take; a member forgets a question that it passed on after 30 s."""
+"""How long the answers may take; a member forgets a forwarded question after 30 s."""
 MOST_BYTES = 48 << 20
 """The limit of one worker's answer to an observer; operators beyond it are counted only."""
 _OBSERVER = -1
-"""In the place of the id of the worker that asked."""
+"""Stands for the id of the asking worker, if an observer asked."""
 
 
 # ---------------------------------------------------------------------- at each worker
 
 
 class WorkerRecording:
-    """The record of one worker's work for a while; a `ProcessRecorder`."""
+    """A recording of one worker's work, until `stop`; a `ProcessRecorder`."""
 
     def __init__(self, worker: WorkerInfo, options: int) -> None:
         self.options = options
@@ -76,7 +76,7 @@ class WorkerRecording:
 
     def take_harvest(self, worker: WorkerInfo, harvest: Harvest) -> None:
         if worker.id != self._worker.id:
-            return  # of another node in this process
+            return  # another node in this process
         kept = self.collector.harvest
         if len(kept.spans) < MOST_SPANS:
             kept.add(harvest)
@@ -84,23 +84,36 @@ class WorkerRecording:
             kept.dropped += len(harvest.spans)
 
     def take_records(self, records: capture.Records) -> None:
-        """Nothing to do: the run's harvest has them."""
+        """Do nothing: the run's harvest contains them."""
 
     def collector_of(self, worker: WorkerInfo) -> Collector | None:
         return self.collector if worker.id == self._worker.id else None
 
     def stop(self) -> Harvest:
-        """Record no more; return the record."""
+        """End the recording and return it."""
         PROFILER.remove(self)
         return self.collector.everything()
 
 
+class TraceWish(msgspec.Struct, frozen=True, array_like=True):
+    """An observer's request for a trace."""
+
+    name: str
+    options: int
+    for_s: float
+
+
+_WISH: msgspec.msgpack.Decoder[TraceWish] = msgspec.msgpack.Decoder(TraceWish)
+
+
 class Recordings:
-    """The recordings that others have asked this node for; ``node.part(Recordings)``."""
+    """The recordings that other workers and observers requested here, while they run; ``node.part(Recordings)``."""
 
     def __init__(self, node: Runtime) -> None:
         self._runtime = node
         self._running: dict[str, tuple[int, WorkerRecording]] = {}
+        self._ends: dict[str, float] = {}  # only for observers, which may never come back
+        self._timer = node.timer(self._drop_unfetched)
         node.hooks.peer_gone.append(self._on_peer_gone)
         node.hooks.ended.append(lambda: self._stop_all(list(self._running)))
 
@@ -108,6 +121,7 @@ class Recordings:
         self._running[name] = (origin, WorkerRecording(self._runtime.info, options))
 
     def stop(self, name: str) -> Harvest:
+        self._ends.pop(name, None)
         running = self._running.pop(name, None)
         if running is None:
             return Harvest([], [], {self._runtime.info.id: self._runtime.info.name})
@@ -115,12 +129,34 @@ class Recordings:
         harvest.bounds += self._runtime.part(Clocks).bounds()
         return harvest
 
-    def _on_peer_gone(self, peer: Peer) -> None:
-        self._stop_all([name for name, (origin, _) in list(self._running.items()) if origin == peer.info.id])
-
     def _stop_all(self, names: Iterable[str]) -> None:
         for name in names:
             self.stop(name)
+
+    def _on_peer_gone(self, peer: Peer) -> None:
+        self._stop_all([name for name, (origin, _) in list(self._running.items()) if origin == peer.info.id])
+
+    def begin(self, peer: Peer | None, argument: bytes) -> bytes:
+        """The answer to TRACE_BEGIN."""
+        wanted = _WISH.decode(argument)
+        node = self._runtime
+        if peer is None:
+            for other in node.others():
+                node.part(Clocks).ask(other)
+        self.start(wanted.name, _OBSERVER, wanted.options)
+        self._ends[wanted.name] = monotonic() + min(wanted.for_s, MOST_S) + GRACE_S
+        self._timer.at(self._ends[wanted.name])
+        return msgspec.msgpack.encode((node.info.name, node.info.id))
+
+    def end(self, peer: Peer | None, argument: bytes) -> Callable[[], bytes]:
+        """The answer to TRACE_END."""
+        harvest = self.stop(msgspec.msgpack.decode(argument, type=str))
+        return lambda: encode_harvest(harvest, MOST_BYTES)
+
+    def _drop_unfetched(self, now: float) -> float:
+        """Drop recordings that nobody fetched in time."""
+        self._stop_all([name for name, end in list(self._ends.items()) if end <= now])
+        return min(self._ends.values(), default=NEVER)
 
 
 def start_recording(name: str, origin: int, options: int) -> None:
@@ -129,52 +165,8 @@ def start_recording(name: str, origin: int, options: int) -> None:
 
 
 def stop_recording(name: str) -> bytes:
-    """On each worker: stop, and return the record."""
+    """On each worker: stop, and return the recording."""
     return encode_harvest(current_runtime().part(Recordings).stop(name), most_bytes=None)
-
-
-class TraceWish(msgspec.Struct, frozen=True, array_like=True):
-    """An observer's wish for a trace."""
-
-    name: str
-    options: int
-    for_s: float
-
-
-class Tracing:
-    """A node's answers to observers that want a trace; ``node.part(Tracing)``."""
-
-    def __init__(self, node: Runtime) -> None:
-        self._runtime = node
-        self._ends: dict[str, float] = {}
-        self._timer = node.timer(self._drop_unfetched)
-
-    def begin(self, peer: Peer | None, argument: bytes) -> bytes:
-        """The answer to TRACE_BEGIN."""
-        wanted = msgspec.msgpack.decode(argument, type=TraceWish)
-        node = self._runtime
-        if peer is None:
-            for other in node.others():
-                node.part(Clocks).ask(other)
-        node.part(Recordings).start(wanted.name, _OBSERVER, wanted.options)
-        self._ends[wanted.name] = monotonic() + min(wanted.for_s, MOST_S) + GRACE_S
-        self._timer.at(self._ends[wanted.name])
-        return msgspec.msgpack.encode((node.info.name, node.info.id))
-
-    def end(self, peer: Peer | None, argument: bytes) -> Callable[[], bytes]:
-        """The answer to TRACE_END."""
-        name = msgspec.msgpack.decode(argument, type=str)
-        self._ends.pop(name, None)
-        harvest = self._runtime.part(Recordings).stop(name)
-        return lambda: encode_harvest(harvest, MOST_BYTES)
-
-    def _drop_unfetched(self, now: float) -> float:
-        """Drop records that nobody fetched."""
-        for name, end in list(self._ends.items()):
-            if end <= now:
-                del self._ends[name]
-                self._runtime.part(Recordings).stop(name)
-        return min(self._ends.values(), default=NEVER)
 
 
 # ---------------------------------------------------------------------- from outside
@@ -182,27 +174,17 @@ class Tracing:
 
 @dataclass(frozen=True)
 class ObservedTrace:
-    """The records of all workers, as an observer got them."""
+    """The recordings of all workers, as an observer received them."""
 
     harvest: Harvest
     origin: int
-    """The rank of the worker whose clock counts."""
+    """The rank of the worker whose clock the trace uses."""
     missing: list[WorkerState]
-    """Workers that did not send their record."""
-
-    @property
-    def calls(self) -> int:
-        """The number of calls in it."""
-        return sum(span.kind == CALL for span in self.harvest.spans)
-
-    @property
-    def operators(self) -> int:
-        """The number of operators in it."""
-        return sum(span.kind == OPERATOR for span in self.harvest.spans)
+    """Workers that did not send their recording."""
 
 
 def record(observer: Observer, seconds: float, options: int) -> ObservedTrace:
-    """Have all workers record for a while. Ctrl-C ends it early, and the trace is what there is by then."""
+    """Let all workers record for ``seconds``. Ctrl-C ends the trace early."""
     name = secrets.token_hex(8)
     wish = msgspec.msgpack.encode(TraceWish(name, options, seconds))
     ranks = dict(observer.ask(TRACE_BEGIN, tuple[str, int], argument=wish).answers)
@@ -222,19 +204,20 @@ def record(observer: Observer, seconds: float, options: int) -> ObservedTrace:
 
 
 class profile:
-    """``with farcall.profile() as prof:`` records what all workers do inside the block.
+    """``with farcall.profile() as prof:`` records the work of all workers inside the block.
 
-    Calls, the functions that serve them, and backward passes are recorded on every worker, with torch's operators; so
-    are the operators of the thread that entered the block. Other threads of a worker show their calls only.
+    Every worker records calls, the functions that serve them, and backward passes, with torch's operators; so does the
+    thread that entered the block. Other threads of a worker record their calls only.
     ``prof.export_chrome_trace("trace.json")`` writes one trace for Perfetto; ``prof.events()`` and
     ``prof.key_averages()`` are those of torch's profiler.
 
     Args:
-        record_shapes: the shapes of operators' arguments; as for ``torch.profiler.profile``, like the next three.
-        profile_memory: what operators allocate and free.
-        with_stack: where in the program operators were called.
-        with_flops: an estimate of operators' work.
-        use_device: time on the device, too, where there is one.
+        record_shapes: record the shapes of operators' arguments; this and the next three are as in
+            ``torch.profiler.profile``.
+        profile_memory: record the memory that operators allocate and free.
+        with_stack: record where in the program operators were called.
+        with_flops: estimate the floating-point operations of operators.
+        use_device: record the time on the device, too, if there is one.
         node: the node to begin at; by default the current one.
     """
 
@@ -259,7 +242,7 @@ class profile:
         self._harvest: Harvest | None = None
         self._name = ""
         self.missing: dict[str, str] = {}
-        """Workers whose part is not in the trace, and why."""
+        """Workers that are missing from the trace, and why."""
 
     def __enter__(self) -> profile:
         if self._name:
@@ -294,7 +277,7 @@ class profile:
         self._harvest = harvest
 
     def _ask_others(self, what: Any, args: tuple[Any, ...]) -> list[Any]:
-        """Call all others at once; those that do not answer are missing."""
+        """Call all other workers in parallel; workers that do not answer go to ``missing``."""
         assert self._runtime is not None
         futures = {}
         for worker in self._others:
@@ -325,7 +308,7 @@ class profile:
         return chrome_trace(*self._finished())
 
     def export_chrome_trace(self, path: str | Path) -> None:
-        """Write the trace; compressed, if ``path`` ends with ``.gz``."""
+        """Write the trace; gzip it if ``path`` ends with ``.gz``."""
         write_json(self.trace(), path)
 
     def events(self) -> Any:
@@ -340,5 +323,5 @@ class profile:
         return events
 
     def key_averages(self) -> Any:
-        """The same, summed up by name."""
+        """The events, grouped and summed by name."""
         return self.events().key_averages()

@@ -1,7 +1,7 @@
-"""A worker's work so far, in numbers: `Metrics`, and how they are read from a node.
+"""`Metrics`: a worker's work so far in numbers, and how they are read from a node.
 
-Reading is lazy: calls only add to counters (`runtime/observing/counters.py`) and links to their byte counts; the rest
-is worked out when it is asked for. Knows nothing of how metrics are shown or sent.
+Calls only increment counters (`runtime/observing/counters.py`), and links their byte counts; everything else is
+computed when someone asks. Knows nothing of how metrics are shown or sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from farcall.runtime.node import Runtime
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED, LOST, OTHERS, TIMED_OUT, FunctionCounters
 from farcall.runtime.observing.event_log import INTERRUPTED, RECONNECTED
 from farcall.runtime.peers.peer import RemotePeer
-from farcall.transport.interface import Absent
 from farcall.weights.node import Weights
 from farcall.weights.version import WeightsMetrics
 
@@ -34,11 +33,11 @@ from farcall.weights.version import WeightsMetrics
 class Histogram(msgspec.Struct, frozen=True, array_like=True):
     """Durations, counted in buckets that grow by 19 % each, from 1 us to 18 minutes.
 
-    Its results are right to the width of a bucket.
+    Its results are accurate to the width of a bucket.
     """
 
     buckets: dict[int, int]
-    """The count of each bucket that has any; bucket ``i`` ends at ``1 us * 2 ** (i / 4)``."""
+    """The count of each bucket that is not empty; bucket ``i`` ends at ``1 us * 2 ** (i / 4)``."""
 
     @property
     def count(self) -> int:
@@ -51,7 +50,7 @@ class Histogram(msgspec.Struct, frozen=True, array_like=True):
         return sum(_middle_s(bucket) * count for bucket, count in self.buckets.items())
 
     def percentile(self, percent: float) -> float:
-        """The duration, in seconds, that ``percent`` of them did not exceed; 0 if there is none."""
+        """The duration, in seconds, that ``percent`` of them did not exceed; 0 for an empty histogram."""
         left = self.count * percent / 100
         for bucket, count in sorted(self.buckets.items()):
             left -= count
@@ -60,7 +59,7 @@ class Histogram(msgspec.Struct, frozen=True, array_like=True):
         return 0.0
 
     def __sub__(self, earlier: Histogram) -> Histogram:
-        """The durations since ``earlier``, an older picture of the same."""
+        """The durations since ``earlier``, an older copy of this histogram."""
         return Histogram(dict(Counter(self.buckets) - Counter(earlier.buckets)))
 
     def __add__(self, other: Histogram) -> Histogram:
@@ -73,7 +72,7 @@ class CallMetrics(msgspec.Struct, frozen=True, array_like=True):
     peer: str
     function: str
     latency: Histogram
-    """Of calls made: from call to answer. Of calls served: the function's own time, without waiting for a thread."""
+    """Of calls made: from call to answer. Of calls served: the function's run time, without the wait for a thread."""
     failed: int
     """The function raised."""
     timed_out: int
@@ -86,7 +85,7 @@ class ChannelMetrics(msgspec.Struct, frozen=True, array_like=True):
 
     peer: str
     channel: str
-    """"unix", "tcp", or "shared memory" or "device memory" for what lay there and was only named over the socket."""
+    """"unix" or "tcp"; "shared memory" or "device memory" for bytes passed by reference through such memory."""
     sent_bytes: int
     received_bytes: int
 
@@ -97,10 +96,10 @@ class BatchMetrics(msgspec.Struct, frozen=True, array_like=True):
     function: str
     runs: int
     items: int
-    """Arguments of all runs: ``items / runs`` is the mean size of a batch."""
+    """The arguments of all runs together: ``items / runs`` is the mean size of a batch."""
     largest: int
     waited_s: float
-    """How long all items together waited for their batch to begin."""
+    """The sum of all items' waits for their batch to begin."""
 
 
 class StreamMetrics(msgspec.Struct, frozen=True, array_like=True):
@@ -112,17 +111,19 @@ class StreamMetrics(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, array_like=True):
-    """Memory of devices kept for sending, see `docs/gpu.md`."""
+    """Device memory reserved for sending, see `docs/gpu.md`."""
 
     total_bytes: int = 0
     lent_bytes: int = 0
-    """Of it: blocks that peers have not given back yet."""
+    """The part of it in blocks that peers have not returned yet."""
     idle_bytes: int = 0
-    """Of it: free blocks; the rest was never used yet, or rests after a peer's death."""
+    """The part of it in free blocks; the rest was never used, or is quarantined after a peer's death."""
+    weights_bytes: int = 0
+    """Device memory for versions of weights, not included above."""
 
 
 class Metrics(msgspec.Struct, frozen=True, array_like=True):
-    """One worker's work since its start, and its state at the moment."""
+    """One worker's work since its start, and its present state."""
 
     worker: str
     rank: int
@@ -135,44 +136,48 @@ class Metrics(msgspec.Struct, frozen=True, array_like=True):
     called: list[CallMetrics]
     """Calls made by this worker."""
     served: list[CallMetrics]
-    """Calls that other workers, or it itself, made to this worker."""
+    """Calls that other workers, or this worker itself, made to this worker."""
     channels: list[ChannelMetrics]
     calls_in_flight: int
-    """Made and not answered yet."""
+    """Calls made and not answered yet."""
     served_in_flight: int
-    """Come and not answered yet."""
+    """Calls received and not answered yet."""
     pool: PoolView
-    """Threads for functions; its ``queued`` is the queue before them."""
+    """The threads that run functions; its ``queued`` counts the calls that wait for one."""
     owned_references: int
-    """Values of this worker to which references exist, anywhere."""
+    """Values of this worker to which references exist anywhere."""
     used_references: int
-    """References held here to values of others."""
+    """References held here to values of other workers."""
     contexts: int
-    """Distributed autograd contexts that are alive here."""
+    """Distributed autograd contexts alive here."""
     interruptions: int
-    """Connections to live members that broke, if this end saw it before the other one came back."""
+    """Connections to live members that broke, as far as this end noticed before the peer reconnected."""
     reconnects: int
-    """Connections made again."""
+    """Connections re-established."""
     frames_sent_again: int
-    """Messages written once more after that, because they may have been lost."""
+    """Messages retransmitted after a reconnect, because they may have been lost."""
+    links_joined: int
+    """Connections made on demand, to send something to a member without a standing connection."""
+    links_parted: int
+    """Connections closed because they were idle for long."""
     peers_lost: int
-    """Members whose link is gone for good although they did not announce their leave."""
+    """Members whose link is gone for ever although they did not announce their departure."""
     members: dict[str, int]
-    """How often a member has joined, left, been unresponsive, recovered from that, or been declared dead."""
+    """How often members have joined, left, become unresponsive, recovered, or been declared dead."""
     device_memory: DeviceMemory = DeviceMemory()
     unresponsive: dict[str, float] = {}
-    """The members that answer nobody, though they are not dead, and for how many seconds."""
+    """Members that answer nobody but are not declared dead, and for how many seconds."""
     batches: list[BatchMetrics] = []
     streams: StreamMetrics = StreamMetrics()
     weights: list[WeightsMetrics] = []
     weights_bytes: int = 0
-    """Memory for versions of weights that this worker owns, also while only others read them."""
+    """Memory for versions of weights that this worker owns, even if only other workers read them."""
     cpu_s: float = 0.0
-    """Processor time of its process, of all threads."""
+    """Processor time of the process, over all threads."""
     memory_bytes: int = 0
-    """Memory that its process holds (resident), shared memory included; 0: unknown on this system."""
+    """Resident memory of the process, shared memory included; 0: unknown on this system."""
     cluster_name: str = ""
-    """The name that people gave to the cluster, if any."""
+    """The cluster's name from the options, if any."""
 
     def __repr__(self) -> str:
         made, served = (sum(one.latency.count for one in calls) for calls in (self.called, self.served))
@@ -197,7 +202,7 @@ def _percentiles(latency: Histogram) -> tuple[str, str]:
 
 
 def collect(node: Runtime) -> Metrics:
-    """The metrics of ``node`` now. From any thread; it takes no lock for more than an instant."""
+    """Read the metrics of ``node`` now. From any thread; it holds no lock for more than an instant."""
     others = node.others()
     everyone = [node.me, *others]
     references = node.part(NodeReferences).counts()
@@ -225,6 +230,8 @@ def collect(node: Runtime) -> Metrics:
         interruptions=node.event_log.count(INTERRUPTED),
         reconnects=node.event_log.count(RECONNECTED),
         frames_sent_again=node.connector.frames_sent_again,
+        links_joined=node.connector.joined,
+        links_parted=node.connector.parted,
         peers_lost=node.peers_lost,
         members={kind: node.event_log.count(kind) for kind in MEMBER_EVENTS},
         unresponsive={
@@ -234,7 +241,9 @@ def collect(node: Runtime) -> Metrics:
         streams=StreamMetrics() if streams is None else StreamMetrics(*streams.counts()),
         weights=[] if weights is None else weights.metrics(),
         weights_bytes=0 if weights is None else weights.blocks.total_bytes,
-        device_memory=DeviceMemory() if node.devices is None else DeviceMemory(*node.devices.stats()),
+        device_memory=DeviceMemory()
+        if node.devices is None
+        else DeviceMemory(*node.devices.stats(), 0 if weights is None else weights.twins.total_bytes),
         cpu_s=time.process_time(),
         memory_bytes=_resident_bytes(),
         cluster_name=node.options.observing.cluster_name or "",
@@ -258,9 +267,9 @@ def _calls(peer: str, by_function: FunctionCounters) -> Iterable[CallMetrics]:
 
 
 def _channels(peer: RemotePeer) -> Iterable[ChannelMetrics]:
+    if not peer.was_connected:
+        return  # a member to which no connection was ever needed
     name, link = peer.info.name, peer.link
-    if isinstance(link.transport, Absent):
-        return  # a member that is about to be connected
     yield ChannelMetrics(
         name, link.transport.describe().split()[0], link.outgoing.bytes_sent, link.incoming.bytes_received
     )
@@ -272,7 +281,7 @@ def _channels(peer: RemotePeer) -> Iterable[ChannelMetrics]:
 
 
 def _middle_s(bucket: int) -> float:
-    """Half-way, on the logarithmic scale, between the ends of a bucket."""
+    """The middle of a bucket, on the logarithmic scale."""
     if bucket == 0:
         return BOUNDS_S[0]
     if bucket == len(BOUNDS_S):

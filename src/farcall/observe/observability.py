@@ -1,7 +1,7 @@
-"""The side of a node that observers see, as its options ask for it: spans, answers, metrics, the live page, a file.
+"""The observable side of a node, as its options say: spans, answers, metrics, the live page, a presence file.
 
-One per runtime, made while the node starts. Nothing of this makes calls slower than counting them. Where the options
-ask for nothing, only the answers to other members are loaded: they explain a timeout within milliseconds.
+One per runtime, made while the node starts. Calls pay for their counters only. By default, only the answers to other
+members are loaded, since they must explain a timeout within milliseconds; options cause the import of the rest.
 """
 
 from __future__ import annotations
@@ -13,56 +13,56 @@ import time
 from typing import TYPE_CHECKING
 
 from farcall.observe.answering import TRACE_BEGIN, TRACE_END, Answering
-from farcall.observe.presence import Presence, PresenceFile, namespace, process_start
-from farcall.private_files import runtime_directory
+from farcall.observe.presence import Presence, PresenceFile, process_start
+from farcall.private_files import pid_namespace, runtime_directory
 from farcall.protocol.hello import observer_key
 from farcall.runtime.link.dialler import tls_for
 from farcall.runtime.node import Runtime
 
 if TYPE_CHECKING:
-    from farcall.observe.cluster import Tracing
+    from farcall.observe.cluster import Recordings
     from farcall.observe.observer import Observer
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 
 class Observability:
-    """What of one node can be observed, and where: ``runtime.part(Observability)``."""
+    """The observable side of one node: ``runtime.part(Observability)``."""
 
     def __init__(self, runtime: Runtime) -> None:
         options = runtime.options
         self._runtime = runtime
         self.metrics_port: int | None = None
         self.dashboard_url: str | None = None
-        if options.observing.opentelemetry:
+        observing = options.observing
+        if observing.opentelemetry:
             from farcall.observe.telemetry import TracedCalls
 
             assert isinstance(runtime.calls, TracedCalls)
             runtime.server.wrap = runtime.calls.telemetry.traced
         subjects = runtime.part(Answering).subjects
-        subjects[TRACE_BEGIN] = lambda peer, argument: self._tracing().begin(peer, argument)
-        subjects[TRACE_END] = lambda peer, argument: self._tracing().end(peer, argument)
-        if options.observing.observable:
+        subjects[TRACE_BEGIN] = lambda peer, argument: self._recordings().begin(peer, argument)
+        subjects[TRACE_END] = lambda peer, argument: self._recordings().end(peer, argument)
+        if observing.observable:
             self._leave_file()
-        observing = options.observing
         if observing.metrics_port is not None:
-            from farcall.observe.prometheus import MetricsServer  # a web server is not loaded for nothing
+            from farcall.observe.prometheus import MetricsServer
 
             tls = tls_for(options, runtime.membership.secret)
             server = MetricsServer(runtime, observing.metrics_host, observing.metrics_port, tls)
             runtime.hooks.ended.append(server.close)
             self.metrics_port = server.port
             logger.info("%s serves metrics on port %d", runtime.info.name, server.port)
-        if options.observing.dashboard_port is not None:
-            self._serve_dashboard(options.observing.dashboard_port)
+        if observing.dashboard_port is not None:
+            self._serve_dashboard(observing.dashboard_port)
 
-    def _tracing(self) -> Tracing:
-        from farcall.observe.cluster import Tracing
+    def _recordings(self) -> Recordings:
+        from farcall.observe.cluster import Recordings  # few nodes are ever asked for a trace
 
-        return self._runtime.part(Tracing)
+        return self._runtime.part(Recordings)
 
     def _serve_dashboard(self, port: int) -> None:
-        from farcall.observe.dashboard.server import Dashboard  # a web server is not loaded for nothing
+        from farcall.observe.dashboard.server import Dashboard
         from farcall.observe.observer import Observer
 
         runtime = self._runtime
@@ -76,14 +76,13 @@ class Observability:
 
         tls, host = tls_for(runtime.options, membership.secret), runtime.options.observing.dashboard_host
         dashboard = Dashboard(connect, port, host, tls=tls, name=runtime.options.advertise or "")
-        dashboard.start()
         runtime.hooks.ended.append(dashboard.close)
         self.dashboard_url = dashboard.url
-        # A user who asks for a page wants to open it, whatever is logged.
+        # Printed, not logged: a user who asks for a page needs its address.
         print(f"{runtime.info.name}: live page at {dashboard.url}", file=sys.stderr, flush=True)
 
     def _leave_file(self) -> None:
-        """Leave a file by which commands find this node."""
+        """Write the presence file, through which commands find this node."""
         runtime = self._runtime
         membership, directory = runtime.membership, runtime.options.observing.runtime_directory
         presence = Presence(
@@ -95,7 +94,7 @@ class Observability:
             secret_file=os.path.abspath(membership.secret.path) if membership.secret.path else "",
             process_id=os.getpid(),
             process_start=process_start(os.getpid()),
-            namespace=namespace(),
+            namespace=pid_namespace(),
             started_at=time.time(),
             cluster_name=runtime.options.observing.cluster_name or "",
         )

@@ -1,11 +1,11 @@
-"""A look into a running cluster from outside: for commands.
+"""The observer: a view into a running cluster from outside, for commands.
 
     with Observer.find() as observer:
         for snapshot in observer.snapshots().answers: ...
 
-An observer connects to one member, proves that it may look on, and asks; the member asks the others for it. It is no
-member: it has no rank, nobody else sees it, it cannot call functions, and nothing is unpickled at either end. Workers
-that do not answer within the bound are named, and do not hold up the rest.
+An observer connects to one member, proves that it knows the observer's key, and asks; the member forwards its question
+to the others. An observer is not a member: it has no rank, members do not list it, it cannot call functions, and
+nothing is unpickled at either end. Workers that do not answer in time are named, and do not delay the rest.
 
 Runs on the calling thread and starts none.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from time import monotonic
@@ -49,11 +50,14 @@ DIAL_S = 3.0
 ANSWER_S = 2.0
 _READ_BYTES = 64 * 1024
 
+_MAKING = threading.Lock()
+"""Of decoders: msgspec looks into a type at its first use, and two threads that do so at once crash."""
+
 A = TypeVar("A")
 
 
 class NothingToObserve(InitError):
-    """There is no cluster to look at, or there are several; the text says what to do."""
+    """No cluster was found, or several; the text names the remedy."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,9 @@ class Answers(Generic[A]):
 
     cluster_id: str
     answers: list[A]
-    """The answers, by the rank of their workers."""
+    """The answers, ordered by the rank of their workers."""
     silent: list[WorkerState]
-    """Workers that did not answer: those with ``gone`` set are known to be gone, the others said nothing in time."""
+    """Workers that did not answer: those with ``gone`` set are known to be gone, the others were too slow."""
 
 
 class Observer:
@@ -73,14 +77,14 @@ class Observer:
     def __init__(self, transport: Transport, established: Established) -> None:
         self._transport = transport
         self.member: str = established.peer.member.name
-        """The member that is asked."""
+        """The member that this observer is connected to."""
         self._decoder = MessageDecoder(MAX_ANSWER_BYTES)
         self._numbers = itertools.count(1)
         self._arrived = self._decoder.receive(established.leftover)
 
     @classmethod
     def find(cls, cluster: str = "", options: RpcBackendOptions | None = None) -> Observer:
-        """Connect to a cluster of this user on this host; ``cluster``: whose id, or a worker of it, begins so."""
+        """Connect to a cluster of this user on this host; ``cluster``: a prefix of its id, its name or a worker's."""
         options = options or RpcBackendOptions()
         directory = runtime_directory(options.observing.runtime_directory)
         try:
@@ -118,7 +122,7 @@ class Observer:
     def connect_any(
         cls, addresses: Iterable[str], key: bytes, cluster_id: str, member: str, options: RpcBackendOptions
     ) -> Observer:
-        """Connect to ``member`` of this host at the first of its addresses that works."""
+        """Connect to ``member`` on this host, at the first of its addresses that works; unix sockets come first."""
         failure: TransportError | None = None
         for address in sorted(addresses, key=lambda address: not address.startswith("unix:")):
             try:
@@ -129,7 +133,7 @@ class Observer:
 
     @classmethod
     def connect_with_secret(cls, address: str, options: RpcBackendOptions | None = None) -> Observer:
-        """Connect to the member at ``address`` (``host:port`` or as farcall writes it) with the cluster's secret."""
+        """Connect to the member at ``address`` (``host:port`` or a farcall address) with the cluster's secret."""
         options = options or RpcBackendOptions()
         secret = options.given_secret()
         if secret is None:
@@ -162,7 +166,7 @@ class Observer:
         self._transport.close()
 
     def interrupt(self) -> None:
-        """Have a question that is being asked fail at once. From any thread."""
+        """Make a question in progress fail at once. From any thread."""
         self._transport.interrupt()
 
     # ------------------------------------------------------------------ questions
@@ -176,16 +180,18 @@ class Observer:
         return self.ask(METRICS, Metrics, timeout_s)
 
     def events(self, timeout_s: float = ANSWER_S) -> Answers[WorkerEvents]:
-        """The latest events of every worker: errors, deaths, connections that broke."""
+        """The latest events of every worker: errors, deaths, broken connections."""
         return self.ask(EVENTS, WorkerEvents, timeout_s)
 
     def ask(self, subject: str, kind: type[A], timeout_s: float = ANSWER_S, argument: bytes = b"") -> Answers[A]:
-        """The answers of all workers about ``subject`` that come within ``timeout_s``."""
+        """Ask all workers about ``subject``; return the answers that come within ``timeout_s``."""
         deadline = monotonic() + timeout_s
         number = next(self._numbers)
         if not send_all(self._transport, encode_framed(Ask(number, subject, argument, everyone=True)), deadline):
             raise DialFailed(f"{self.member} does not read questions: its process may be stopped")
         roster: Roster | None = None
+        with _MAKING:
+            decoder = msgspec.msgpack.Decoder(kind)
         answers: dict[str, A] = {}
         refused: set[str] = set()
         while roster is None or any(
@@ -198,7 +204,7 @@ class Observer:
                 roster = message
             elif isinstance(message, Told) and message.number == number:
                 if message.data:
-                    answers[message.worker] = msgspec.msgpack.decode(message.data, type=kind)
+                    answers[message.worker] = decoder.decode(message.data)
                 else:
                     refused.add(message.worker)
         if roster is None:
@@ -223,7 +229,7 @@ class Observer:
 
 
 def send_all(transport: Transport, data: bytes, deadline: float) -> bool:
-    """Send all of ``data`` on the calling thread; False: it was not taken before ``deadline``."""
+    """Send all of ``data`` on the calling thread; False: the transport did not take it before ``deadline``."""
     left = memoryview(data)
     while left:
         taken = transport.send((left,))
@@ -234,7 +240,7 @@ def send_all(transport: Transport, data: bytes, deadline: float) -> bool:
 
 
 def receive_some(transport: Transport, deadline: float) -> bytes | None:
-    """The next bytes, read on the calling thread; empty at the end, None where none came before ``deadline``."""
+    """Read the next bytes on the calling thread; empty at the end, None if none came before ``deadline``."""
     buffer = bytearray(_READ_BYTES)
     while (remaining_s := deadline - monotonic()) > 0:
         if transport.wait_readable(remaining_s):

@@ -1,27 +1,23 @@
-"""Presence files: one small file for each node, by which commands on this host find the nodes of this user.
+"""Presence files: one small file per node, through which commands on this host find the nodes of this user.
 
-Owns the directory, its files, and which of them are stale. A file has the addresses of its node and the observer's key:
-its reader can look on, and no more (`protocol/handshake`). Only their user can read the directory and the files; a
-directory that others could have put files into is not used.
+Owns the directory, its files, and the decision which of them are stale. A file holds the addresses of its node and the
+observer's key: its reader can observe, and no more (`protocol/handshake`). Only the user can read the directory and the
+files; a directory that other users can write to is not used.
 
-A node removes its file when it ends. The file of a killed node is removed by the next command, which sees that the
-process is gone (or that its number has gone to another). Of a process in another container nothing is known, so its
-file stays.
+A node removes its file when it ends. The next command removes the file of a killed node: its process is gone, or
+another process has its id. The file of a process in another container stays, since its state is unknown here.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 
 import msgspec
 
-from farcall.private_files import check_private, private_directory
+from farcall.private_files import check_private, pid_namespace, private_directory, write_whole
 from farcall.protocol.hello import observer_key
 from farcall.secret import Secret
-
-logger: logging.Logger = logging.getLogger("farcall")
 
 _SUFFIX = ".node"
 _MAX_FILE_BYTES = 64 * 1024
@@ -35,46 +31,44 @@ class Presence(msgspec.Struct, frozen=True):
     cluster_id: str
     addresses: tuple[str, ...]
     key: str
-    """The observer's key, in hexadecimal digits; empty where the secret is in a file, which may change."""
+    """The observer's key, in hexadecimal digits; empty if the secret is in a file, which may change."""
     process_id: int
     process_start: str
-    """The start of the process, in the kernel's words: process ids are used again."""
-    namespace: str
+    """The start time of the process, as the kernel writes it: process ids are reused."""
+    namespace: int
     """The namespace of the process id."""
     started_at: float
     cluster_name: str = ""
     secret_file: str = ""
 
     def observer_key(self) -> bytes:
-        """What an observer of this node proves now; raises ``ValueError`` where the secret's file cannot be read."""
+        """The key that an observer must prove now; raises ``ValueError`` if the secret's file cannot be read."""
         return observer_key(Secret(path=self.secret_file).values[0]) if self.secret_file else bytes.fromhex(self.key)
+
+
+_DECODER: msgspec.json.Decoder[Presence] = msgspec.json.Decoder(Presence)
 
 
 class PresenceFile:
     """The file of one node, from its start to its end."""
 
     def __init__(self, directory: Path, presence: Presence) -> None:
-        """Raises ``OSError`` where it cannot be written safely."""
+        """Raise ``OSError`` if the file cannot be written safely."""
         private_directory(directory)
-        token = os.urandom(4).hex()
-        self._path = directory / f"{presence.process_id}-{token}{_SUFFIX}"
-        partial = self._path.with_suffix(".partial")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
-        with os.fdopen(os.open(partial, flags, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(presence))
-        os.rename(partial, self._path)  # readers see all of it or nothing
+        self._path = directory / f"{presence.process_id}-{os.urandom(4).hex()}{_SUFFIX}"
+        write_whole(self._path, msgspec.json.encode(presence))
         self._process_id = os.getpid()
 
     def remove(self) -> None:
-        """The node has ended."""
-        if os.getpid() == self._process_id:  # a forked child must not
+        """Remove the file: the node has ended."""
+        if os.getpid() == self._process_id:  # a forked child must not remove its parent's file
             self._path.unlink(missing_ok=True)
 
 
 def find_nodes(directory: Path) -> list[Presence]:
-    """The nodes of this user on this host, the youngest cluster first; files of dead ones are removed.
+    """Find the nodes of this user on this host, the youngest cluster first; remove the files of dead nodes.
 
-    Raises ``PermissionError`` for a directory that nodes do not use because others may write to it.
+    Raises ``PermissionError`` for a directory that nodes do not use because other users may write to it.
     """
     try:
         check_private(directory)
@@ -85,9 +79,9 @@ def find_nodes(directory: Path) -> list[Presence]:
         try:
             if path.stat().st_size > _MAX_FILE_BYTES:
                 continue
-            presence = msgspec.json.decode(path.read_bytes(), type=Presence)
+            presence = _DECODER.decode(path.read_bytes())
         except (OSError, msgspec.DecodeError, ValueError):
-            continue  # removed this moment, or not ours
+            continue  # removed meanwhile, or not a presence file
         if _is_stale(presence):
             path.unlink(missing_ok=True)
         else:
@@ -99,23 +93,15 @@ def find_nodes(directory: Path) -> list[Presence]:
 
 
 def process_start(process_id: int) -> str:
-    """The start of a process; empty if there is none, or it cannot be known."""
+    """The start time of a process; empty if it does not exist, or the system does not tell."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(") ")[2].split()[19]
     except (OSError, IndexError):
         return ""
 
 
-def namespace() -> str:
-    """The namespace of process ids that this process lives in."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
 def _is_stale(presence: Presence) -> bool:
-    if presence.namespace != namespace():
+    if presence.namespace != pid_namespace():
         return False
     if presence.process_start:
         return process_start(presence.process_id) != presence.process_start

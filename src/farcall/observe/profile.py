@@ -1,16 +1,16 @@
-"""Profiled calls: the caller's wish, the callee's record of it, and the way of that record home.
+"""Profiled calls: the caller's request, the callee's record, and the record's way back to the caller.
 
 A `Collector` gathers the spans of one profiled piece of work: a session (a block inside some profiler), or a run (a
-request that a profiled caller sent). Which one a thread works for is thread-local, like torch's own profilers. A call
-made for a collector asks, in its notes, to be profiled; its run collects what happens there, the harvests of calls
-onward included, and sends all of it with the answer. So everything ends up in the first session, whatever the depth.
+request that a profiled caller sent). A thread's collector is thread-local, like torch's own profilers. A call made for
+a collector asks, in its notes, to be profiled; its run collects its own spans and the harvests of further calls, and
+sends all of it with the answer. So everything ends up in the first session, at any depth.
 
     object                   on which thread         made by                  gives its spans to
     `ProfilerSession`        the profiled one        `torch_profilers`        the profiler of torch's, at its end
     `Call`                   the caller's            every call made for it   its collector, when the answer is there
     `Run`                    any that serves it      every request that asks  the answer, and recorders of this process
 
-A `ProcessRecorder` wants everything that a process does, from whatever thread.
+A `ProcessRecorder` hears of all threads of a process.
 
 Invariant: nothing here raises into a call; each span is handed over once.
 """
@@ -30,7 +30,7 @@ import torch
 
 from farcall.ids import WorkerInfo
 from farcall.observe import capture
-from farcall.observe import torch_profilers as torch_profilers  # before PROFILER, which takes its stand-in's place
+from farcall.observe import torch_profilers as torch_profilers  # wraps torch's profilers
 from farcall.observe.capture import Detail
 from farcall.observe.clocks import Clocks
 from farcall.observe.spans import CALL, RUN, Harvest, Span, decode_harvest, encode_harvest
@@ -47,7 +47,7 @@ _KNOWN_NAMES = {"RRef._get_type": "_rref_typeof_on_owner"}
 
 
 class _Thread(threading.local):
-    """The work of the calling thread."""
+    """The collector of the calling thread."""
 
     collector: Collector | None = None
 
@@ -61,32 +61,32 @@ class ProcessRecorder(Protocol):
     options: int
 
     def take_harvest(self, worker: WorkerInfo, harvest: Harvest) -> None:
-        """Take a call that ``worker`` made for another collector than this recorder's, or a run there."""
+        """Take a call that ``worker`` made for a collector other than this recorder's, or a run on ``worker``."""
 
     def take_records(self, records: capture.Records) -> None:
         """Take the operators of one part of a run."""
 
     def collector_of(self, worker: WorkerInfo) -> Collector | None:
-        """The collector of calls that have no other."""
+        """The collector for calls of ``worker`` that have no other."""
 
 
 class Collector:
-    """The spans of one profiled piece of work, and its calls under way."""
+    """The spans of one profiled piece of work. Mutable: its harvest, and its calls in progress."""
 
     def __init__(self, options: int, inside: int = 0, home: bool = True) -> None:
         self.options = options
         self.inside = inside
-        self.home = home  # do callees send what they record back?
-        self.worker: WorkerInfo | None = None  # whose calls these are, once there is one
+        self.home = home  # do callees send their records back?
+        self.worker: WorkerInfo | None = None  # the caller, known from the first call on
         self.harvest: Harvest = Harvest([], [], {})
         self.open: dict[int, Call] = {}  # by number
 
     def everything(self) -> Harvest:
-        """The harvest, and the calls that are still under way as if they ended now."""
+        """The harvest, plus the calls still in progress as if they ended now."""
         found = Harvest([], [], {})
         for call in list(self.open.values()):
             span = call.span(PROFILING.clock_ns(), {"unanswered": True})
-            if span.call in self.open:  # else it has been answered meanwhile
+            if span.call in self.open:  # else it was answered meanwhile, and is in the harvest
                 found.spans.append(span)
                 found.names.update(call.names())
         found.add(self.harvest)
@@ -94,7 +94,7 @@ class Collector:
 
 
 class Call:
-    """One call that is made for a collector; a `CallProfile`."""
+    """One call made for a collector; a `CallProfile`."""
 
     __slots__ = ("_collector", "_details", "_node", "_number", "_peer", "_start_ns", "_thread", "name")
 
@@ -164,7 +164,7 @@ class _Here(threading.local):
 
 
 class Run(Collector):
-    """A request, or a part of a backward pass, that runs here; a `RunProfile`."""
+    """A request, or a part of a backward pass, that this node runs; a `RunProfile`. Mutable: its own spans."""
 
     def __init__(self, worker: WorkerInfo, wanted: ProfileWanted | None) -> None:
         number = 0 if wanted is None else wanted.number
@@ -197,12 +197,12 @@ class Run(Collector):
         records = self._stop_capture()
         part, self._here.part = self._here.part, None
         if part is not None:
-            part.end_ns = PROFILING.clock_ns()  # before the records are read, which takes longer than many a function
+            part.end_ns = PROFILING.clock_ns()  # before `_take` parses the records, which may outlast the function
             self._own.append(part)
         self._take(records)
 
     def suspend(self) -> bool:
-        """Record no operators on this thread for now; True: they were recorded."""
+        """Stop recording operators on this thread for now; True if they were being recorded."""
         records = self._stop_capture()
         self._take(records)
         return records is not None
@@ -230,7 +230,7 @@ class Run(Collector):
         return own
 
     def finish(self, name: str) -> bytes:
-        self.pause()  # a callback that completes a future answers the request from inside of the run
+        self.pause()  # a callback that completes a future may answer the request from inside the run
         own = self.take_own(name)
         for recorder in PROFILER.recorders:
             recorder.take_harvest(self.worker, Harvest(own, [], {self.worker.id: self.worker.name}))
@@ -241,7 +241,7 @@ class Run(Collector):
 
 
 class _RunCoroutine(Coroutine[Any, Any, Any]):
-    """A coroutine whose steps are parts of a run: others run on the same thread in between."""
+    """A coroutine whose steps are parts of a run: other coroutines use the same thread in between."""
 
     def __init__(self, run: Run, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._run = run
@@ -261,7 +261,7 @@ class _RunCoroutine(Coroutine[Any, Any, Any]):
 
 
 class ProfilerSession(Collector):
-    """The collector of a thread on which a profiler of torch's is at work."""
+    """The collector of a thread on which one of torch's profilers runs."""
 
     def __init__(self, owner: Any) -> None:
         super().__init__(_options_of(owner))
@@ -273,7 +273,7 @@ class ProfilerSession(Collector):
         THREAD.collector = self
 
     def leave(self) -> None:
-        """End with the profiler; answers that come later still count."""
+        """End with the profiler; answers that arrive later still count."""
         if THREAD.collector is self:
             THREAD.collector = self.outside
         if self._suspended and isinstance(self.outside, Run):
@@ -282,7 +282,7 @@ class ProfilerSession(Collector):
 
 
 def _options_of(owner: Any) -> int:
-    """The bits that ask callees for the details that this profiler records here."""
+    """The option bits for the details that this profiler records, to be requested from callees."""
     wanted = {
         Detail.SHAPES: "record_shapes",
         Detail.MEMORY: "profile_memory",
@@ -311,26 +311,26 @@ def call_name(kind: str, what: Any, caller: str, callee: str) -> str:
 
 
 class _ProcessProfiler:
-    """The `Profiler` of this process, and its recorders."""
+    """The `Profiler` of this process. Mutable: its recorders, replaced under the lock and read without it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.recorders: tuple[ProcessRecorder, ...] = ()
 
     def add(self, recorder: ProcessRecorder) -> None:
-        """Have ``recorder`` hear of every run and call from now on."""
+        """Report every run and call to ``recorder`` from now on."""
         with self._lock:
             self.recorders += (recorder,)
             PROFILING.everywhere += 1
 
     def remove(self, recorder: ProcessRecorder) -> None:
-        """Have it hear of no more."""
+        """Report nothing more to ``recorder``."""
         with self._lock:
             self.recorders = tuple(other for other in self.recorders if other is not recorder)
             PROFILING.everywhere -= 1
 
     def close_after_fork(self) -> None:
-        """In a forked child: recorders belong to the parent."""
+        """In a forked child: forget the recorders, which belong to the parent."""
         self._lock = threading.Lock()
         self.recorders = ()
         PROFILING.everywhere = 0
@@ -344,7 +344,7 @@ class _ProcessProfiler:
 
     def begin_run(self, worker: WorkerInfo, wanted: ProfileWanted | None) -> Run | None:
         if not self.recorders and (wanted is None or not wanted.home):
-            return None  # its caller keeps its own record, and there is no recorder here
+            return None  # the caller wants no record back, and no recorder runs here
         return Run(worker, wanted)
 
     def carry(self, callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -369,6 +369,6 @@ class _ProcessProfiler:
 
 
 PROFILER: Final = _ProcessProfiler()
-PROFILING.use(PROFILER)
+PROFILING.profiler = PROFILER
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=PROFILER.close_after_fork)

@@ -1,7 +1,7 @@
 """Metrics in Prometheus' text format, on a port of the user's choice.
 
 Owns the names of the series. The numbers are read when Prometheus asks (`metrics.collect`), on the thread of its
-request; nothing is kept between two requests. Uses ``prometheus-client``, which is an extra:
+request; no state is kept between requests. Uses ``prometheus-client``, which is an extra:
 ``pip install 'farcall[metrics]'``.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 from farcall.errors import InitError
 from farcall.observe.metrics import CallMetrics, Histogram, Metrics, collect
@@ -20,14 +21,14 @@ from farcall.runtime.rendezvous.addresses import is_loopback
 from farcall.transport.tls import Tls
 
 _EVERY = 8
-"""So many fine buckets make one here: two octaves, 16 buckets for each function and peer."""
+"""How many fine buckets make one bucket here: two octaves, 16 buckets per function and peer."""
 
 
 class MetricsServer:
     """The server of one node's metrics."""
 
     def __init__(self, node: Runtime, host: str, port: int, tls: Tls | None) -> None:
-        """With ``tls``, also to other machines: a client must show a certificate of the cluster's authority."""
+        """With ``tls``, clients on other machines must show a certificate of the cluster's authority."""
         try:
             from prometheus_client import CollectorRegistry
             from prometheus_client.exposition import choose_encoder
@@ -48,9 +49,8 @@ class MetricsServer:
             self._server = WebServer("farcall-metrics", host, port, answer, protect=protect)
         except OSError as error:
             raise InitError(f"cannot serve metrics on {host}:{port} (option metrics_port): {error}") from error
-        self._server.start()
         self.port: int = self._server.port
-        """The port that was asked for, or chosen."""
+        """The port that was requested, or that the system chose."""
 
     def close(self) -> None:
         """Stop serving."""
@@ -58,7 +58,7 @@ class MetricsServer:
 
 
 class _Collector:
-    """The source of numbers for prometheus-client."""
+    """A collector of prometheus-client that reads the metrics of one node."""
 
     def __init__(self, node: Runtime) -> None:
         self._node = node
@@ -66,94 +66,86 @@ class _Collector:
     def collect(self) -> Iterable[Any]:
         return families(collect(self._node))
 
-    def describe(self) -> Iterable[Any]:
-        return ()  # the names are not known before there are calls
-
 
 def families(metrics: Metrics) -> list[Any]:
     """The series of one worker."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    counter, gauge, worker = CounterMetricFamily, GaugeMetricFamily, metrics.worker
-    ended = counter(
-        "farcall_call_errors", "Calls made that did not end well.", labels=["worker", "peer", "function", "why"]
-    )
-    for one in metrics.called:
-        for why, count in (("failed", one.failed), ("timed_out", one.timed_out), ("lost", one.lost)):
-            if count:
-                ended.add_metric([worker, one.peer, one.function, why], count)
-    traffic = counter(
-        "farcall_channel_bytes", "Bytes exchanged with peers.", labels=["worker", "peer", "channel", "direction"]
-    )
-    for channel in metrics.channels:
-        traffic.add_metric([worker, channel.peer, channel.channel, "sent"], channel.sent_bytes)
-        traffic.add_metric([worker, channel.peer, channel.channel, "received"], channel.received_bytes)
     found = [
-        _histograms("farcall_call_seconds", "From call to answer.", worker, metrics.called),
-        _histograms("farcall_served_seconds", "How long served functions ran.", worker, metrics.served),
-        ended,
-        traffic,
+        _histograms("farcall_call_seconds", "From call to answer.", metrics.worker, metrics.called),
+        _histograms("farcall_served_seconds", "How long served functions ran.", metrics.worker, metrics.served),
     ]
-    for family, name, text, value in (
-        (gauge, "farcall_calls_in_flight", "Calls made and not answered yet.", metrics.calls_in_flight),
-        (gauge, "farcall_served_in_flight", "Calls that have come and are not answered yet.", metrics.served_in_flight),
-        (gauge, "farcall_queue_depth", "Calls that no thread has taken yet.", metrics.pool.queued),
-        (gauge, "farcall_threads", "Threads for functions.", metrics.pool.threads),
-        (gauge, "farcall_threads_busy", "Threads inside functions.", metrics.pool.busy),
-        (gauge, "farcall_threads_parked", "Threads that wait for calls.", metrics.pool.parked),
-        (gauge, "farcall_references_owned", "Values of this worker that are referred to.", metrics.owned_references),
-        (gauge, "farcall_references_used", "References held to values of others.", metrics.used_references),
-        (gauge, "farcall_contexts", "Distributed autograd contexts.", metrics.contexts),
-        (
-            gauge,
-            "farcall_device_memory_bytes",
-            "Device memory kept for sending.",
-            metrics.device_memory.total_bytes,
-        ),
-        (gauge, "farcall_device_memory_lent_bytes", "Of it, what peers hold.", metrics.device_memory.lent_bytes),
-        (gauge, "farcall_streams_open", "Streams read or written here.", metrics.streams.open),
-        (gauge, "farcall_weights_bytes", "Memory for versions of weights.", metrics.weights_bytes),
-        (gauge, "farcall_up_seconds", "Since this worker started.", metrics.up_s),
-        (counter, "farcall_interruptions", "Connections to live members that broke.", metrics.interruptions),
-        (counter, "farcall_reconnects", "Connections that were made again.", metrics.reconnects),
-        (counter, "farcall_frames_sent_again", "Messages written once more after that.", metrics.frames_sent_again),
-        (counter, "farcall_peers_lost", "Members that were lost.", metrics.peers_lost),
+    for kind, name, text, labels, samples in _series(metrics):
+        make = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+        family = make(name, text, labels=["worker", *labels])
+        for values, number in samples:
+            family.add_metric([metrics.worker, *values], number)
+        found.append(family)
+    return found
+
+
+Sample: TypeAlias = tuple[Sequence[str], float]
+"""The values of a series' labels, and its number."""
+
+
+def _series(metrics: Metrics) -> Iterable[tuple[str, str, str, Sequence[str], Iterable[Sample]]]:
+    """Kind, name, description, labels and samples of each series except the histograms."""
+    pool, memory, streams = metrics.pool, metrics.device_memory, metrics.streams
+    errors = [
+        ((one.peer, one.function, why), count)
+        for one in metrics.called
+        for why, count in (("failed", one.failed), ("timed_out", one.timed_out), ("lost", one.lost))
+        if count
+    ]
+    traffic = [
+        ((one.peer, one.channel, direction), count)
+        for one in metrics.channels
+        for direction, count in (("sent", one.sent_bytes), ("received", one.received_bytes))
+    ]
+    yield "counter", "farcall_call_errors", "Calls made that did not end well.", ("peer", "function", "why"), errors
+    yield "counter", "farcall_channel_bytes", "Bytes exchanged with peers.", ("peer", "channel", "direction"), traffic
+    for kind, name, text, number in (
+        ("gauge", "calls_in_flight", "Calls made and not answered yet.", metrics.calls_in_flight),
+        ("gauge", "served_in_flight", "Calls that have come and are not answered yet.", metrics.served_in_flight),
+        ("gauge", "queue_depth", "Calls that no thread has taken yet.", pool.queued),
+        ("gauge", "threads", "Threads for functions.", pool.threads),
+        ("gauge", "threads_busy", "Threads inside functions.", pool.busy),
+        ("gauge", "threads_parked", "Threads that wait for calls.", pool.parked),
+        ("gauge", "references_owned", "Values of this worker that are referred to.", metrics.owned_references),
+        ("gauge", "references_used", "References held to values of others.", metrics.used_references),
+        ("gauge", "contexts", "Distributed autograd contexts.", metrics.contexts),
+        ("gauge", "device_memory_bytes", "Device memory kept for sending.", memory.total_bytes),
+        ("gauge", "device_memory_lent_bytes", "Of it, what peers hold.", memory.lent_bytes),
+        ("gauge", "streams_open", "Streams read or written here.", streams.open),
+        ("gauge", "weights_bytes", "Memory for versions of weights.", metrics.weights_bytes),
+        ("gauge", "weights_device_bytes", "Device memory for versions of weights.", memory.weights_bytes),
+        ("gauge", "up_seconds", "Since this worker started.", metrics.up_s),
+        ("counter", "interruptions", "Connections to live members that broke.", metrics.interruptions),
+        ("counter", "reconnects", "Connections that were made again.", metrics.reconnects),
+        ("counter", "frames_sent_again", "Messages written once more after that.", metrics.frames_sent_again),
+        ("counter", "links_joined", "Connections made at need, in a large group.", metrics.links_joined),
+        ("counter", "links_parted", "Connections given up for want of use.", metrics.links_parted),
+        ("counter", "peers_lost", "Members that were lost.", metrics.peers_lost),
     ):
-        single = family(name, text, labels=["worker"])
-        single.add_metric([worker], value)
-        found.append(single)
-    changes = counter("farcall_member_events", "What became of members.", labels=["worker", "event"])
-    for event, count in metrics.members.items():
-        changes.add_metric([worker, event], count)
-    found.append(changes)
-    silent = gauge(
-        "farcall_unresponsive_seconds", "Members that answer nobody, and for how long.", labels=["worker", "peer"]
-    )
-    for peer, seconds in metrics.unresponsive.items():
-        silent.add_metric([worker, peer], seconds)
-    found.append(silent)
-    batches = [
-        counter(f"farcall_batch_{what}", text, labels=["worker", "function"])
-        for what, text in (
-            ("runs", "Runs of batched functions."),
-            ("items", "Arguments of all these runs."),
-            ("waiting_seconds", "How long all of them waited for their batch to begin."),
-        )
-    ]
-    for batch in metrics.batches:
-        for series, value in zip(batches, (batch.runs, batch.items, batch.waited_s), strict=True):
-            series.add_metric([worker, batch.function], value)
-    items = counter("farcall_stream_items", "Items of streams.", labels=["worker", "direction"])
-    items.add_metric([worker, "read"], metrics.streams.items_read)
-    items.add_metric([worker, "written"], metrics.streams.items_written)
-    versions = gauge(
-        "farcall_weights_version", "The newest version of weights.", labels=["worker", "name", "role", "epoch"]
-    )
-    pushed = counter("farcall_weights_versions", "Versions pushed or received.", labels=["worker", "name", "role"])
-    for one_name in metrics.weights:
-        versions.add_metric([worker, one_name.name, one_name.role, str(one_name.epoch)], one_name.number)
-        pushed.add_metric([worker, one_name.name, one_name.role], one_name.total)
-    return [*found, *batches, items, versions, pushed]
+        yield kind, f"farcall_{name}", text, (), [((), number)]
+    members = [((event,), count) for event, count in metrics.members.items()]
+    yield "counter", "farcall_member_events", "What became of members.", ("event",), members
+    silent = [((peer,), seconds) for peer, seconds in metrics.unresponsive.items()]
+    yield "gauge", "farcall_unresponsive_seconds", "Members that answer nobody, and for how long.", ("peer",), silent
+    for name, text, read in (
+        ("runs", "Runs of batched functions.", attrgetter("runs")),
+        ("items", "Arguments of all these runs.", attrgetter("items")),
+        ("waiting_seconds", "How long all of them waited for their batch to begin.", attrgetter("waited_s")),
+    ):
+        batches = [((batch.function,), read(batch)) for batch in metrics.batches]
+        yield "counter", f"farcall_batch_{name}", text, ("function",), batches
+    items = [(("read",), streams.items_read), (("written",), streams.items_written)]
+    yield "counter", "farcall_stream_items", "Items of streams.", ("direction",), items
+    weights = metrics.weights
+    newest = [((one.name, one.role, str(one.epoch)), one.number) for one in weights]
+    yield "gauge", "farcall_weights_version", "The newest version of weights.", ("name", "role", "epoch"), newest
+    total = [((one.name, one.role), one.total) for one in weights]
+    yield "counter", "farcall_weights_versions", "Versions pushed or received.", ("name", "role"), total
 
 
 def _histograms(name: str, text: str, worker: str, calls: Sequence[CallMetrics]) -> Any:
@@ -161,7 +153,7 @@ def _histograms(name: str, text: str, worker: str, calls: Sequence[CallMetrics])
 
     family = HistogramMetricFamily(name, text, labels=["worker", "peer", "function"])
     together: dict[tuple[str, str], Histogram] = {}
-    for one in calls:  # two functions of one name, in different modules, are one series
+    for one in calls:  # functions of the same name in different modules share a series
         key = (one.peer, one.function)
         together[key] = together.get(key, Histogram({})) + one.latency
     for (peer, function), latency in together.items():
@@ -170,7 +162,7 @@ def _histograms(name: str, text: str, worker: str, calls: Sequence[CallMetrics])
 
 
 def _cumulative(latency: Histogram) -> list[tuple[str, float]]:
-    """Prometheus' buckets: how many were at most so long."""
+    """Prometheus' cumulative buckets: each counts the durations up to its bound."""
     found: list[tuple[str, float]] = []
     for last in range(0, len(BOUNDS_S), _EVERY):
         count = sum(count for bucket, count in latency.buckets.items() if bucket <= last)

@@ -1,4 +1,4 @@
-"""Rates, percentiles and errors between two looks at a cluster, from two pictures of its counters.
+"""Rates, percentiles and errors of a cluster between two readings of its counters.
 
 Pure functions over `Metrics`; ``farcall top`` and the dashboard show the results.
 """
@@ -14,7 +14,7 @@ from farcall.observe.metrics import BatchMetrics, CallMetrics, Histogram, Metric
 
 
 def pairs_of_looks(before: Iterable[Metrics], now: Iterable[Metrics]) -> Iterator[tuple[Metrics, Metrics, float]]:
-    """Each worker's metrics then and now, and the seconds between; a new worker began with nothing, at its start."""
+    """Each worker's metrics then and now, and the seconds between; a new worker is compared with zeros at its start."""
     earlier = {(one.worker, one.process_id): one for one in before}
     for one in now:
         then = earlier.get((one.worker, one.process_id))
@@ -27,34 +27,35 @@ def pairs_of_looks(before: Iterable[Metrics], now: Iterable[Metrics]) -> Iterato
 
 @dataclass(frozen=True)
 class Row:
-    """One worker: its metrics now, and its rates since the last look."""
+    """One worker: its metrics now, and its rates since the last reading."""
 
     now: Metrics
     called_per_s: float
     served_per_s: float
     latency: Histogram
-    """The durations of the calls that it made."""
+    """The durations of the calls that the worker made."""
     sent_per_s: float
     received_per_s: float
     errors: int
     """Calls that failed, timed out or were lost."""
     cpus: float = 0.0
-    """Processors that it kept busy."""
+    """The mean number of processors that it kept busy."""
 
 
 def cluster_title(cluster_id: str, metrics: Iterable[Metrics]) -> str:
-    """The name that people gave to a cluster, or its id."""
+    """The cluster's name from the options, or its id."""
     return next((one.cluster_name for one in metrics if one.cluster_name), cluster_id)
 
 
 def rows(before: Iterable[Metrics], now: Iterable[Metrics]) -> list[Row]:
-    """The rates of each worker between two looks."""
+    """The rates of each worker between two readings."""
     found = []
     for then, one, seconds in pairs_of_looks(before, now):
         latency = latency_between(one.called, then.called)
-        sent = sum(channel.sent_bytes for channel in one.channels) - sum(old.sent_bytes for old in then.channels)
-        received = sum(channel.received_bytes for channel in one.channels)
-        received -= sum(channel.received_bytes for channel in then.channels)
+        sent, received = (
+            sum(getattr(channel, way) for channel in one.channels) - sum(getattr(old, way) for old in then.channels)
+            for way in ("sent_bytes", "received_bytes")
+        )
         found.append(
             Row(
                 now=one,
@@ -83,7 +84,7 @@ _NOTHING = Histogram({})
 
 
 def _add_between(total: dict[int, int], now: Histogram, then: Histogram) -> None:
-    """The same as ``total += now - then``, without making anything: a large cluster has ten thousands of these."""
+    """``total += now - then``, in place: a large cluster has tens of thousands of histograms."""
     if now.buckets != then.buckets:
         for bucket, count in now.buckets.items():
             added = count - then.buckets.get(bucket, 0)
@@ -96,28 +97,15 @@ def errors_of(calls: Iterable[CallMetrics]) -> int:
     return sum(call.failed + call.timed_out + call.lost for call in calls)
 
 
-@dataclass(frozen=True)
-class BatchRow:
-    """One batched function, between two looks, wherever it ran."""
-
-    function: str
-    runs: int
-    items: int
-    largest: int
-    """Of all batches since the workers' start."""
-    waited_s: float
-    """Of all items together."""
-
-
-def batches(before: Iterable[Metrics], now: Iterable[Metrics]) -> list[BatchRow]:
-    """The batched functions that ran, those first that ran for most items."""
-    found: dict[str, BatchRow] = {}
+def batches(before: Iterable[Metrics], now: Iterable[Metrics]) -> list[BatchMetrics]:
+    """The batched functions that ran between two readings, most items first; ``largest`` is of all time."""
+    found: dict[str, BatchMetrics] = {}
     for old, one, _ in pairs_of_looks(before, now):
         known = {batch.function: batch for batch in old.batches}
         for batch in one.batches:
-            then = known.get(batch.function) or BatchMetrics(batch.function, 0, 0, 0, 0.0)
-            so_far = found.get(batch.function) or BatchRow(batch.function, 0, 0, 0, 0.0)
-            found[batch.function] = BatchRow(
+            nothing = BatchMetrics(batch.function, 0, 0, 0, 0.0)
+            then, so_far = known.get(batch.function, nothing), found.get(batch.function, nothing)
+            found[batch.function] = BatchMetrics(
                 batch.function,
                 so_far.runs + batch.runs - then.runs,
                 so_far.items + batch.items - then.items,
@@ -129,24 +117,19 @@ def batches(before: Iterable[Metrics], now: Iterable[Metrics]) -> list[BatchRow]
 
 @dataclass(frozen=True)
 class WeightsRow:
-    """One name under which weights are published, at all workers."""
+    """One name under which weights are published, over all workers."""
 
     name: str
     publisher: str
     """Empty: nobody publishes it now."""
     is_closed: bool
-    """Has its publisher closed it, and nobody taken over?"""
+    """Has its publisher closed it, without a successor?"""
     version: str
     number: int
     size_bytes: int
     pushes_per_s: float
     subscribers: dict[str, int]
-    """The number of the newest version at each."""
-
-    @property
-    def bytes_per_s(self) -> float:
-        """What the publisher copies."""
-        return self.pushes_per_s * self.size_bytes
+    """The number of each subscriber's newest version."""
 
     def told(self, most: int) -> str:
         """Each subscriber and its version, the furthest behind first; ``most`` workers at most."""
@@ -186,7 +169,7 @@ def weights(before: Iterable[Metrics], now: Iterable[Metrics]) -> list[WeightsRo
 
 
 def stream_items_per_s(before: Iterable[Metrics], now: Iterable[Metrics]) -> float:
-    """Items of streams that all workers together have read."""
+    """The rate at which all workers together have read items of streams."""
     return sum(
         max(0, one.streams.items_read - old.streams.items_read) / seconds
         for old, one, seconds in pairs_of_looks(before, now)
@@ -195,7 +178,7 @@ def stream_items_per_s(before: Iterable[Metrics], now: Iterable[Metrics]) -> flo
 
 @dataclass(frozen=True)
 class FunctionRow:
-    """One function, between two looks, wherever it ran."""
+    """One function between two readings, over all workers."""
 
     function: str
     latency: Histogram
@@ -203,7 +186,7 @@ class FunctionRow:
 
 
 def busiest(before: Iterable[Metrics], now: Iterable[Metrics]) -> list[FunctionRow]:
-    """The functions that ran, those first that took most of the workers' time."""
+    """The functions that ran, those with the longest total time first."""
     latency: dict[str, dict[int, int]] = {}
     failed: dict[str, int] = {}
     for old, one, _ in pairs_of_looks(before, now):

@@ -1,10 +1,10 @@
-"""Snapshots: the picture that each worker gives of its calls and threads.
+"""Snapshots: the calls and threads of a worker at one moment.
 
 Owns the shapes, and how a snapshot is taken: on the I/O thread, in some hundred microseconds, without a lock that a
-user function could hold. So it works when every worker is busy, blocked or in a deadlock. It runs no code of the user's
+user function could hold. So it works even if every thread is busy, blocked or in a deadlock. It runs no user code
 either (no ``repr``), and reads no source file. `answering.py` sends snapshots, `troubles.py` reads them.
 
-A call looks alike at both of its ends: the caller's `OutgoingCall` and the callee's `ServedCall` share the caller's
+The two ends of a call can be matched: the caller's `OutgoingCall` and the callee's `ServedCall` share the caller's
 name and the call's number.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 from collections.abc import Collection
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from farcall.imports import current_frames
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.calls.serving import Request
 from farcall.runtime.io.timers import NEVER
@@ -41,7 +41,7 @@ QUEUED = "queued"
 RUNNING = "running"
 LATER = "answers later"
 STARTING = "starting"
-"""The state of a worker: calls wait until it is connected to everybody."""
+"""The state of a worker that queues calls until it is connected to all members."""
 
 
 class StackLine(msgspec.Struct, frozen=True, array_like=True):
@@ -53,16 +53,16 @@ class StackLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ThreadView(msgspec.Struct, frozen=True, array_like=True):
-    """A thread that serves a call or waits for one; or the main thread."""
+    """A thread that serves or awaits a call; or the main thread."""
 
     id: int
     name: str
     cpu_s: float
-    """The time that it has computed in all; less than 0: not known."""
+    """Its processor time in all; less than 0: not known."""
     position: int
-    """Its place as a number: the same in two snapshots if it has not moved."""
+    """Its place in the code as a number: equal in two snapshots if the thread has not moved."""
     stack: list[StackLine]
-    """Innermost first, farcall's own frames at either end left out."""
+    """Innermost first, without farcall's own frames at either end."""
 
 
 class OutgoingCall(msgspec.Struct, frozen=True, array_like=True):
@@ -75,7 +75,7 @@ class OutgoingCall(msgspec.Struct, frozen=True, array_like=True):
     timeout_s: float
     """0: none."""
     thread_id: int
-    """The thread that waits for it now; 0: none."""
+    """The thread that waits for the answer; 0: none."""
 
 
 class ServedCall(msgspec.Struct, frozen=True, array_like=True):
@@ -87,22 +87,22 @@ class ServedCall(msgspec.Struct, frozen=True, array_like=True):
     state: str
     """"queued", "running" or "answers later"."""
     for_s: float
-    """The time in that state."""
+    """How long it has been in that state."""
     thread_id: int
     """The thread that runs it; 0: none."""
 
 
 class PoolView(msgspec.Struct, frozen=True, array_like=True):
-    """The threads for functions of one worker."""
+    """The thread pool that runs the functions of one worker."""
 
     size: int
     threads: int
     busy: int
-    """Inside functions, those that wait for calls included."""
+    """Threads inside functions, including those that wait for calls."""
     parked: int
-    """Waiting for calls."""
+    """Threads inside functions that wait for calls."""
     queued: int
-    """Requests that no thread has taken."""
+    """Requests that no thread has taken yet."""
 
 
 class WorkerSnapshot(msgspec.Struct, frozen=True, array_like=True):
@@ -118,23 +118,23 @@ class WorkerSnapshot(msgspec.Struct, frozen=True, array_like=True):
     served: list[ServedCall]
     threads: list[ThreadView]
     calls_left_out: int = 0
-    """The number of calls that are not listed; the listed ones are the oldest."""
+    """The number of calls that are not listed; the listed calls are the oldest."""
     served_left_out: int = 0
     unconnected: list[str] = []
-    """While it starts: members that it has no connection to yet."""
+    """While the worker starts: members to which it has no connection yet."""
 
     def thread(self, thread_id: int) -> ThreadView | None:
-        """The thread of that number."""
+        """The thread with that id, if it is in the snapshot."""
         return next((thread for thread in self.threads if thread.id == thread_id), None)
 
 
-_OWNERS = "farcall.rpc.owner_methods"
+_OWNERS = "farcall.rpc.owned_values"
 _OF_OWNERS = {"fetch": "to_here"}
-"""What an owner runs for a method of a reference, where that has another name."""
+"""Internal functions of owners, and the method of references that each implements."""
 
 
 def function_title(function: bytes, otherwise: str = "") -> str:
-    """The name of a function as its caller wrote it; of pickled ones, ``otherwise``."""
+    """The name of a function as its caller wrote it; for a pickled function, ``otherwise``."""
     kind, name = function[:1], function[1:]
     if kind == b"p":
         module, _, path = name.decode(errors="replace").partition("\0")
@@ -145,8 +145,8 @@ def function_title(function: bytes, otherwise: str = "") -> str:
 
 
 def take_snapshot(node: Runtime) -> WorkerSnapshot:
-    """The snapshot of ``node`` at this moment."""
-    from farcall.rpc.batches import Batches  # loaded where somebody looks: a node starts without it
+    """Take a snapshot of ``node``."""
+    from farcall.rpc.batches import Batches  # nodes start without it: loaded by the first snapshot
 
     pending = node.calls.snapshot()
     active = node.server.active
@@ -176,7 +176,7 @@ def take_snapshot(node: Runtime) -> WorkerSnapshot:
 
 
 def pool_view(node: Runtime) -> PoolView:
-    """The threads for functions of ``node``, now."""
+    """The state of the thread pool of ``node``."""
     executor = node.executor
     return PoolView(executor.size, executor.threads, executor.busy, executor.parked, executor.waiting)
 
@@ -215,7 +215,7 @@ def served_call(request: Request) -> ServedCall:
 
 
 def _running_batch(batch: RunningBatch) -> ServedCall:
-    """A batch, which is no caller's alone; the calls in it answer later."""
+    """The view of a batch, which belongs to several callers; the calls in it are listed as answered later."""
     callers = ", ".join(batch.callers[:_MOST_CALLERS]) + (" and others" if len(batch.callers) > _MOST_CALLERS else "")
     state = RUNNING if batch.thread_id else LATER
     return ServedCall(0, callers, batch.title, state, monotonic() - batch.began_at, batch.thread_id)
@@ -225,7 +225,7 @@ def view_threads(wanted: Collection[int]) -> list[ThreadView]:
     """The live threads among ``wanted``."""
     threads = {thread.ident: thread for thread in threading.enumerate()}
     views = []
-    for thread_id, frame in sys._current_frames().items():
+    for thread_id, frame in current_frames().items():
         if thread_id in wanted:
             thread = threads.get(thread_id)
             views.append(
@@ -255,13 +255,13 @@ def _stack(frame: FrameType | None) -> list[StackLine]:
         code = frame.f_code
         frames.append(StackLine(code.co_filename, frame.f_lineno or 0, code.co_name))
         frame = frame.f_back
-    # The outer end of a stack is the same for all threads: farcall's executor, above threading.
+    # The outer end of every stack is the same: farcall's executor, called by threading.
     while frames and (frames[-1].file.startswith(_OURS) or frames[-1].file == threading.__file__):
         frames.pop()
     inner = 0
     while inner < len(frames) and frames[inner].file.startswith(_OURS):
         inner += 1
-    # A thread inside nothing but farcall's own code (fetching a value, say) has a place, all the same.
+    # If a stack has only farcall's own frames (the thread fetches a value, say), show those.
     return (frames[inner:] or frames)[:MOST_FRAMES]
 
 
@@ -272,4 +272,4 @@ def _cpu_s(native_id: int | None) -> float:
         fields = Path(f"/proc/self/task/{native_id}/stat").read_bytes().rpartition(b") ")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
     except (OSError, ValueError, IndexError):
-        return -1.0  # no such file here, or it ended this moment
+        return -1.0  # the system has no such file, or the thread has just ended

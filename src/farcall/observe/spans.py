@@ -1,9 +1,9 @@
-"""Spans, and how they travel: pieces of time on some worker's thread, by that worker's own clock.
+"""Spans and their encoding: intervals of time on a worker's thread, by that worker's own clock.
 
-Owns the shapes and their bytes. A harvest is the record of one run and of everything it set off elsewhere; it goes home
-in the notes of an answer, so it never holds user objects, and nothing of it is unpickled.
+Owns the shapes and their bytes. A harvest is the record of one run and of the calls that it made, at any depth; it
+travels back in the notes of an answer, so it never holds user objects, and nothing of it is unpickled.
 
-Invariant: spans are in the clock of the worker that they name; `clocks.align` gives one time for all.
+Invariant: a span's times are by the clock of the worker that it names; `clocks.align` finds one time for all workers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CALL: Final = 1
 RUN: Final = 2
 
 MOST_BYTES = 8 * 1024 * 1024
-"""The limit of one harvest; a frame takes notes of twice that."""
+"""The limit of one harvest; a frame accepts notes of twice that size."""
 
 
 class Span(msgspec.Struct, array_like=True):
@@ -51,15 +51,15 @@ class Bound(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Harvest(msgspec.Struct, array_like=True):
-    """The record of some work, wherever it was done."""
+    """The record of some work on any number of workers. Mutable: it grows by `add`."""
 
     spans: list[Span] = []
     bounds: list[Bound] = []
     names: dict[int, str] = {}
-    dropped: int = 0  # operators that were too many to be sent
+    dropped: int = 0  # operators left out because there were too many
 
     def add(self, other: Harvest) -> None:
-        """Take over everything of ``other``."""
+        """Add everything in ``other``."""
         self.spans.extend(other.spans)
         self.bounds.extend(other.bounds)
         self.names.update(other.names)
@@ -71,7 +71,7 @@ _decoder: msgspec.msgpack.Decoder[Harvest] = msgspec.msgpack.Decoder(Harvest)
 
 
 def encode_harvest(harvest: Harvest, most_bytes: int | None = MOST_BYTES) -> bytes:
-    """The bytes of ``harvest``; of a too large one, the calls and runs, and as many operators as there is room for."""
+    """Encode ``harvest``; if it is too large, keep all calls and runs, and as many operators as fit."""
     data = _encode(harvest)
     if most_bytes is None or len(data) <= most_bytes:
         return data
@@ -84,5 +84,5 @@ def encode_harvest(harvest: Harvest, most_bytes: int | None = MOST_BYTES) -> byt
 
 
 def decode_harvest(data: bytes) -> Harvest:
-    """The harvest in ``data``; `msgspec.DecodeError` if it is none."""
+    """Decode a harvest; raise `msgspec.DecodeError` if ``data`` is not one."""
     return _decoder.decode(data)

@@ -1,11 +1,11 @@
 """OpenTelemetry: a span for each call made and each call served, in one trace over all workers.
 
-Opted into with ``opentelemetry=True``; needs OpenTelemetry's API. The spans go to the program's own tracer provider.
-Without the option no call passes here: only a node with spans has this table of calls (`TracedCalls`) and a server that
-wraps each request (`Telemetry.traced`).
+Enabled by ``opentelemetry=True``; needs OpenTelemetry's API. The spans go to the program's own tracer provider. Without
+the option no call passes through this code: only a node with the option has this table of calls (`TracedCalls`) and a
+server that wraps each request (`Telemetry.traced`).
 
-The caller's trace context rides in the notes of a request, as W3C names it. Caller and callee make their spans
-independently: each may have the option without the other.
+The caller's trace context travels in the notes of a request, in the W3C format. Caller and callee make their spans
+independently: either may have the option without the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from farcall.serialize import withdraw
 
 
 class Telemetry:
-    """The tracer of one node; raises `InitError` where OpenTelemetry is not installed."""
+    """The tracer of one node; raises `InitError` if OpenTelemetry is not installed."""
 
     def __init__(self, worker: str) -> None:
         try:
@@ -40,27 +40,24 @@ class Telemetry:
         self._tracer = trace.get_tracer("farcall")
         self.worker = worker
 
-    def begin_call(self, call: PendingCall, function: bytes) -> Any:
-        """A span for a call that is about to leave, a child of the calling thread's span."""
-        title = function_title(function, getattr(call.what, "__qualname__", None) or "call")
-        return self._tracer.start_span(
+    def begin_call(self, call: PendingCall, frame: Frame) -> Any:
+        """Start the span of an outgoing call: a child of the calling thread's span, and the parent of the callee's."""
+        title = function_title(frame.function, getattr(call.what, "__qualname__", None) or "call")
+        span = self._tracer.start_span(
             f"{call.peer.info.name}/{title}",
             kind=self._trace.SpanKind.CLIENT,
             attributes=self._attributes(title, call.peer.info.name),
         )
-
-    def carrier(self, span: Any) -> dict[str, str]:
-        """The trace context in a request, which makes the callee's span a child of ``span``."""
-        carrier: dict[str, str] = {}
-        self._propagate.inject(carrier, self._trace.set_span_in_context(span))
-        return carrier
+        frame.telemetry = {}
+        self._propagate.inject(frame.telemetry, self._trace.set_span_in_context(span))
+        return span
 
     def fail(self, span: Any, why: str) -> None:
         """Mark ``span`` as failed."""
         span.set_status(self._trace.StatusCode.ERROR, why)
 
     def traced(self, request: Request) -> Task:
-        """The task that runs ``request`` inside a span of its own."""
+        """Wrap ``request`` in a task that runs it inside its own span."""
         return _TracedTask(self, request)
 
     def serving(self, request: Request) -> Any:
@@ -80,7 +77,7 @@ class Telemetry:
 
 
 class TracedCalls(CallTable):
-    """A table of calls that makes a span of each."""
+    """A table of calls that makes a span for each. Mutable: the spans of asynchronous calls in progress."""
 
     def __init__(
         self,
@@ -92,7 +89,7 @@ class TracedCalls(CallTable):
     ) -> None:
         super().__init__(timer, executor, when_overloaded, **others)
         self.telemetry: Telemetry = telemetry
-        self._spans: dict[int, Any] = {}  # of calls that no thread waits for, by the call's identity
+        self._spans: dict[int, Any] = {}  # of asynchronous calls, by the identity of the call
 
     def exchange(self, call: SyncCall, frame: Frame, refusable: bool = True) -> Frame:
         span = self._begin(call, frame)
@@ -117,16 +114,14 @@ class TracedCalls(CallTable):
             raise
 
     def _begin(self, call: PendingCall, frame: Frame) -> Any:
-        """A span for ``call``, told to its callee. If the tracer raises, take back what the request has forked."""
+        """Start a span for ``call`` and add it to the request. If the tracer raises, withdraw the request's forks."""
         try:
-            span = self.telemetry.begin_call(call, frame.function)
-            frame.telemetry = self.telemetry.carrier(span)
+            return self.telemetry.begin_call(call, frame)
         except BaseException:
             withdraw(frame)
             if call.profile is not None:
                 call.profile.ended()
             raise
-        return span
 
     def claim(self, call_id: int) -> PendingCall | None:
         call = super().claim(call_id)

@@ -1,18 +1,18 @@
-"""torch's own profilers as homes of remote records: `torch.profiler`, autograd's profiler and the legacy one.
+"""Remote records in torch's own profilers: `torch.profiler`, autograd's profiler and the legacy one.
 
-Each of them, when it starts on a thread, gets a collector for that thread's calls; when its results are read, the
+When one of them starts on a thread, it gets a collector for that thread's calls; when its results are read, the
 harvest is part of them:
 
     profiler                     operators of other workers, and calls, are in
     torch.profiler, autograd's   the file that ``export_chrome_trace`` writes
-    profiler_legacy              the same, and ``function_events`` with all that is made of them
+    profiler_legacy              that file, and ``function_events``, on which its tables are built
 
-``torch.profiler``'s own list of events stays as torch makes it: PyTorch's suite wants no RPC in it, and
-`farcall.profile` has a list. torch offers no hook for this, so a few methods of its classes are wrapped, once, when
-this module is loaded; a profiler that was started before has only what happens on its own worker. The first profiler
-that starts loads what records (`profile.py`): most programs never do.
+``torch.profiler``'s own list of events stays as torch makes it: PyTorch's suite expects no RPC in it, and
+`farcall.profile` has its own list. torch offers no hook for this, so a few methods of its classes are wrapped, once,
+when this module is loaded; a profiler that was started earlier has the records of its own worker only. The first
+profiler that starts loads `profile.py`, the recorder: most programs never need it.
 
-Invariant: torch's own work is done, unchanged and first.
+Invariant: torch's own method runs first and unchanged.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd import profiler
 
 from farcall.imports import when_imported
-from farcall.protocol.notes import ProfileWanted
-from farcall.runtime.observing.profiling import PROFILING, RunProfile
+from farcall.runtime.observing.profiling import PROFILING, Profiler
 
 if TYPE_CHECKING:
     from farcall.observe.profile import ProfilerSession
@@ -39,7 +38,7 @@ _WRAPPED = "_farcall_wraps"
 
 
 class _Closing(threading.local):
-    """The session whose profiler is about to read what was recorded on the calling thread."""
+    """The session whose profiler is about to read the records of the calling thread."""
 
     session: ProfilerSession | None = None
 
@@ -47,30 +46,16 @@ class _Closing(threading.local):
 _CLOSING = _Closing()
 
 
-class _LateProfiler:
-    """In the place of this process's profiler, until a profiler of torch's starts here, or at a caller.
+def _load() -> Profiler:
+    from farcall.observe.profile import PROFILER  # sets itself as the process's profiler
 
-    Nobody collects until then, so there is nothing to do for calls that are made.
-    """
-
-    def begin_call(self, node: Any, peer: Any, kind: str, what: Any, run: Any) -> None:
-        return None
-
-    def begin_run(self, worker: Any, wanted: ProfileWanted | None) -> RunProfile | None:
-        if wanted is None or not wanted.home:
-            return None  # nobody would hear of it
-        from farcall.observe.profile import PROFILER  # which takes this one's place
-
-        return PROFILER.begin_run(worker, wanted)
-
-    def carry(self, callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return callback
+    return PROFILER
 
 
 def _start(original: Callable[[Any], None], self: Any) -> None:
     from farcall.observe.profile import ProfilerSession
 
-    session = ProfilerSession(self)  # first: it makes room for another profiler on this thread
+    session = ProfilerSession(self)  # first: it suspends farcall's own profiler on this thread
     try:
         original(self)
     except BaseException:
@@ -119,7 +104,7 @@ def _wrap(kind: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def _parse(original: Callable[[Any], Any], records: Any) -> Any:
-    """Add our events where the legacy profiler parses its records, which it does when it ends."""
+    """Add our events when the legacy profiler parses its records, at its end."""
     events = original(records)
     session = _CLOSING.session
     if session is not None and session.worker is not None:
@@ -135,11 +120,11 @@ def _parse(original: Callable[[Any], Any], records: Any) -> Any:
 
 def install() -> None:
     """Wrap torch's methods; once is enough."""
-    PROFILING.use(_LateProfiler())
+    PROFILING.load = _load
     _wrap(profiler.profile, "_start_trace", _start)
     _wrap(profiler.profile, "__exit__", _exit)
     _wrap(profiler.profile, "export_chrome_trace", _export)
-    when_imported("torch.autograd.profiler_legacy", _wrap_legacy)  # it is deprecated: one day there is none
+    when_imported("torch.autograd.profiler_legacy", _wrap_legacy)  # deprecated: a later torch may lack it
 
 
 def _wrap_legacy(legacy: Any) -> None:

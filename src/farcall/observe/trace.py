@@ -1,7 +1,7 @@
 """A harvest in the two forms that people read: a Chrome trace, and events of torch's legacy profiler.
 
-The trace is for Perfetto, ``chrome://tracing`` and TensorBoard: a process row for each worker, one clock, and arrows
-from call to run to answer. Times are microseconds from ``baseTimeNanoseconds``, as torch writes them.
+The trace is for Perfetto, ``chrome://tracing`` and TensorBoard: a process row per worker, one clock, and arrows from
+call to run to answer. Times are microseconds from ``baseTimeNanoseconds``, as torch writes them.
 
     thing                    row of                        drawn as
     a worker                 itself                        a process, by its name
@@ -11,8 +11,8 @@ from call to run to answer. Times are microseconds from ``baseTimeNanoseconds``,
     request                  from call to run              an arrow
     answer                   from run to call              an arrow, between slices at the ends of the two
 
-Events have the names that `torch.distributed.rpc` gives them, and the ``node_id`` of their worker. Runs are no events,
-as they are none in stock: whatever they do would be counted twice.
+Events have the names that `torch.distributed.rpc` gives them, and the ``node_id`` of their worker. Runs are not events,
+as in torch: their operators would be counted twice.
 
     rpc_sync#function(caller -> callee)                             a call, on its caller
     ... #remote_op: aten::add                                       an operator of its run, ``is_remote``
@@ -38,11 +38,11 @@ REMOTE_OPERATOR: Final = "#remote_op: "
 _FIRST_EVENT: Final = 1 << 40
 
 _FIRST_PROCESS: Final = 10_000_000
-"""The row of worker 0: above the process ids of a system, since workers on two hosts may share one. Perfetto shows the
-number beside the name, so it is a readable one."""
+"""The row of worker 0: above all process ids, which workers on two hosts may share. Perfetto shows the number beside
+the name, so it is a round one."""
 _FIRST_LANE: Final = 100_000_000
 _FIRST_ARROW: Final = 1 << 52
-"""The number of the first arrow. Perfetto takes numbers only, and JSON none above twice this; torch's are small."""
+"""The id of the first arrow. Perfetto takes only numbers, and JSON none above twice this; torch's ids are small."""
 MOMENT_NS: Final = 100
 _CATEGORIES = {OPERATOR: "cpu_op", CALL: "farcall", RUN: "farcall"}
 TraceEvent = dict[str, Any]
@@ -57,7 +57,7 @@ def chrome_trace(harvest: Harvest, origin: int) -> TraceEvent:
 
 
 def write_json(trace: TraceEvent, path: str | Path) -> None:
-    """Write a trace; compressed, if ``path`` ends with ``.gz``."""
+    """Write a trace; gzip it if ``path`` ends with ``.gz``."""
     text = json.dumps(trace)
     if str(path).endswith(".gz"):
         with gzip.open(path, "wt") as file:
@@ -67,7 +67,7 @@ def write_json(trace: TraceEvent, path: str | Path) -> None:
 
 
 def add_to_trace(trace: TraceEvent, harvest: Harvest, origin: int, process: int | None = None) -> None:
-    """Add a harvest to a trace that torch wrote; ``process`` is the row there of worker ``origin``."""
+    """Add a harvest to a trace that torch wrote; ``process`` is the row of worker ``origin`` in that trace."""
     offsets = offsets_of(harvest, origin)
     rows = {worker: _FIRST_PROCESS + worker for worker in harvest.names}
     if process is not None:
@@ -92,7 +92,7 @@ def add_to_trace(trace: TraceEvent, harvest: Harvest, origin: int, process: int 
         added.name_thread(worker, _FIRST_LANE + lane, f"calls {lane}")
     threads = {span.call: span.thread for span in waiting} | {span.call: _FIRST_LANE + lane for span, lane in lanes}
     added.arrows(calls, threads, [span for span in harvest.spans if span.kind == RUN])
-    # torch's names of the same rows go: of two names Perfetto takes the first.
+    # Remove torch's names of the same rows: of two names, Perfetto shows the first.
     said = {_about_row(event) for event in added.events if event["ph"] == "M"}
     kept = [event for event in trace["traceEvents"] if event["ph"] != "M" or _about_row(event) not in said]
     trace["traceEvents"] = kept + added.events
@@ -101,13 +101,13 @@ def add_to_trace(trace: TraceEvent, harvest: Harvest, origin: int, process: int 
 
 
 def _about_row(event: TraceEvent) -> tuple[Any, ...]:
-    """The subject of a metadata event: its kind, and its row."""
+    """The subject of a metadata event: its kind and its row."""
     name = event["name"]
     return (name, event["pid"]) if name.startswith("process_") else (name, event["pid"], event.get("tid"))
 
 
 def _lanes(calls: Iterable[Span], offsets: dict[int, int]) -> list[tuple[Span, int]]:
-    """Each call with the first lane of its worker that is free while the call lasts."""
+    """Assign each call to the first lane of its worker that is free for the whole call."""
     ends: dict[int, list[int]] = {}
     placed = []
     for span in sorted(calls, key=lambda span: span.start_ns - offsets.get(span.worker, 0)):
@@ -122,7 +122,7 @@ def _lanes(calls: Iterable[Span], offsets: dict[int, int]) -> list[tuple[Span, i
 
 @dataclass
 class _Drawing:
-    """The events of a trace in the making."""
+    """The events of a trace being written. Mutable: ``events`` grows."""
 
     rows: dict[int, int]
     offsets: dict[int, int]
@@ -163,7 +163,7 @@ class _Drawing:
         )
 
     def arrows(self, calls: list[Span], threads: dict[int, int], runs: list[Span]) -> None:
-        """From each call to its run, and from there back to the call's end."""
+        """Draw arrows from each call to its run, and from the run back to the call's end."""
         parts: dict[int, list[Span]] = {}
         for run in runs:
             parts.setdefault(run.call, []).append(run)
@@ -180,9 +180,9 @@ class _Drawing:
                 self._arrow("answer", _FIRST_ARROW + 2 * call.call + 1, start, end)
 
     def _last_moment(self, span: Span, thread: int) -> tuple[Span, int, int]:
-        """A slice of its own at the end of ``span``, for an arrow.
+        """Draw a separate slice at the end of ``span``, for an arrow.
 
-        Perfetto ties an arrow to the slice that began last before it, and lets it point to the later one of two.
+        Perfetto binds an arrow to the latest slice that began before it, and draws it towards its later end.
         """
         start_ns = span.end_ns - min(MOMENT_NS, (span.end_ns - span.start_ns) // 4)
         self.slice(Span(RUN, span.worker, thread, "answer", start_ns, span.end_ns, span.call), thread)
@@ -205,7 +205,7 @@ class _Drawing:
 
 
 def function_events(harvest: Harvest, origin: int, base_ns: int, thread: int) -> list[Any]:
-    """The calls and operators as torch's events, in ``origin``'s clock from ``base_ns`` on; ``thread`` is profiled."""
+    """Calls and operators as torch's events, by ``origin``'s clock from ``base_ns``; ``thread`` is the profiled one."""
     offsets = offsets_of(harvest, origin)
     key_of = _keys(harvest)
     events = []
@@ -246,13 +246,13 @@ def function_events(harvest: Harvest, origin: int, base_ns: int, thread: int) ->
 
 
 def _keys(harvest: Harvest) -> Callable[[int], str]:
-    """From a call's number to its name, behind the names of the calls in whose runs it was made."""
+    """From a call's number to its name, prefixed with the names of the calls in whose runs it was made."""
     calls = {span.call: span for span in harvest.spans if span.kind == CALL}
     keys = {0: ""}
 
     def key_of(number: int) -> str:
         if number not in keys:
-            keys[number] = ""  # until it is known: what came over the network may be a circle
+            keys[number] = ""  # breaks the recursion: data from the network may contain a cycle
             call = calls.get(number)
             if call is not None:
                 outer = key_of(call.inside)

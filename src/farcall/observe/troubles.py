@@ -1,21 +1,21 @@
-"""Troubles: calls that will not come to a good end, found in the snapshots of all workers.
+"""Troubles: deadlocks and exhausted pools, found in the snapshots of all workers.
 
-Pure functions. Snapshots of all workers make one graph of threads:
+Pure functions. The snapshots of all workers form one wait graph of threads:
 
     from                                          to
     a thread that waits for a call                the thread that serves it there
     a thread that serves, waits for no call,      every other thread of its worker that waits for a call: one of
-    and does not move                             those may hold what it waits for (Python's locks do not name owners)
+    and does not move                             those may hold its lock (Python's locks do not name their owners)
     a call that is answered later (a coroutine)   every call of its worker that no thread waits for
 
-A circle in it is a deadlock, or looks like one. Two snapshots show whether a thread moves.
+A cycle in it is a deadlock, or looks like one. Two snapshots show whether a thread moves.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -23,27 +23,36 @@ from farcall.observe.snapshot import LATER, QUEUED, RUNNING, OutgoingCall, Serve
 
 _STILL_CPU_S = 0.005
 _MOST_TROUBLES = 20
+_THREAD = "thread"
+_CALL = "call"
 
 ThreadKey: TypeAlias = tuple[str, int]
-"""A worker's name and the number of a thread there."""
-_Node: TypeAlias = tuple[str, str, int, str]
-"""A thread (worker, "thread", id, ""), an outgoing call nobody waits for, or a served call that is answered later."""
+"""A worker's name, and the id of one of its threads."""
+
+
+class _Node(NamedTuple):
+    """A thread, an outgoing call that no thread waits for, or a served call that is answered later."""
+
+    worker: str
+    kind: str
+    number: int
+    caller: str = ""
 
 
 class Trouble(msgspec.Struct, frozen=True, array_like=True):
-    """A circle of waiting threads, or a pool without a free one."""
+    """A cycle of waiting threads, or a pool without a free thread."""
 
     kind: str
     """"cycle" or "exhausted pool"."""
     workers: list[str]
     text: str
-    """In one sentence."""
+    """The trouble in one sentence."""
     steps: list[str] = []
-    """Of a cycle: its waits, one after the other."""
+    """The waits of a cycle, in order."""
 
 
 def still_threads(before: Iterable[WorkerSnapshot], after: Iterable[WorkerSnapshot]) -> set[ThreadKey]:
-    """The threads that neither moved nor computed between two snapshots of their workers."""
+    """The threads that neither moved nor used processor time between two snapshots of their workers."""
     earlier = {(one.worker, thread.id): thread for one in before for thread in one.threads}
     still = set()
     for one in after:
@@ -57,7 +66,7 @@ def still_threads(before: Iterable[WorkerSnapshot], after: Iterable[WorkerSnapsh
 
 
 def find_troubles(snapshots: Sequence[WorkerSnapshot], still: set[ThreadKey] | None = None) -> list[Trouble]:
-    """The calls that are stuck. ``still``: threads known not to move; None: any may be still."""
+    """Find stuck calls. ``still``: threads known not to move; None: any thread may be still."""
     return [*_cycles(snapshots, still), *_exhausted_pools(snapshots)][:_MOST_TROUBLES]
 
 
@@ -77,7 +86,7 @@ def _exhausted_pools(snapshots: Sequence[WorkerSnapshot]) -> list[Trouble]:
 
 
 class _WaitGraph:
-    """The graph of the module's docstring."""
+    """The wait graph of the module's docstring."""
 
     def __init__(self, snapshots: Sequence[WorkerSnapshot], still: set[ThreadKey] | None) -> None:
         self.by_name = {one.worker: one for one in snapshots}
@@ -87,25 +96,27 @@ class _WaitGraph:
         served = {(one.worker, call.caller, call.call_id): call for one in snapshots for call in one.served}
         for one in snapshots:
             for call in one.calls:
-                node = _thread(one.worker, call.thread_id) if call.thread_id else (one.worker, "call", call.call_id, "")
+                thread_id = call.thread_id
+                node = _Node(one.worker, _THREAD, thread_id) if thread_id else _Node(one.worker, _CALL, call.call_id)
                 self.outgoing[node] = call
                 there = served.get((call.to, one.worker, call.call_id))
                 self.edges[node] = [] if there is None else [_served_node(call.to, there)]
         for one in snapshots:
-            waiting = [node for node in self.outgoing if node[0] == one.worker and node[1] == "thread"]
-            loose = [node for node in self.outgoing if node[0] == one.worker and node[1] == "call"]
+            here = [node for node in self.outgoing if node.worker == one.worker]
+            waiting = [node for node in here if node.kind == _THREAD]
+            loose = [node for node in here if node.kind == _CALL]
             for serves in one.served:
                 node = _served_node(one.worker, serves)
                 self.serving[node] = serves
                 if node in self.edges:
-                    continue  # it waits for a call elsewhere, and for nothing here
+                    continue  # it waits for an outgoing call, not for a lock of this worker
                 if serves.state == RUNNING and (still is None or (one.worker, serves.thread_id) in still):
                     self.edges[node] = [other for other in waiting if other != node]
                 elif serves.state == LATER:
                     self.edges[node] = loose
 
     def shortest_circle(self, start: _Node) -> list[_Node]:
-        """The shortest way from ``start`` back to it; empty if there is none."""
+        """The shortest cycle through ``start``; empty if there is none."""
         before: dict[_Node, _Node] = {}
         queue = deque([start])
         while queue:
@@ -122,8 +133,8 @@ class _WaitGraph:
         return []
 
     def trouble(self, way: Sequence[_Node]) -> Trouble:
-        """A circle, in words."""
-        workers = list(dict.fromkeys(node[0] for node in way))
+        """Describe a cycle."""
+        workers = list(dict.fromkeys(node.worker for node in way))
         if len(workers) == 1:
             head = f"{workers[0]} waits for itself"
         elif len(workers) == 2:
@@ -135,34 +146,32 @@ class _WaitGraph:
             following = way[(index + 1) % len(way)]
             call = self.outgoing.get(node)
             if call is not None:
-                steps.append(f"{node[0]}{self._at(node)} has waited {call.for_s:.1f} s for {call.to} {call.function}()")
+                steps.append(
+                    f"{node.worker}{self._at(node)} has waited {call.for_s:.1f} s for {call.to} {call.function}()"
+                )
             else:
                 steps.append(
                     f"which does not go on{self._at(node)}, perhaps because of what "
-                    f"{node[0]}{self._at(following)} holds"
+                    f"{node.worker}{self._at(following)} holds"
                 )
         return Trouble("cycle", workers, head, steps)
 
     def _at(self, node: _Node) -> str:
-        thread = self.by_name[node[0]].thread(node[2]) if node[1] == "thread" else None
+        thread = self.by_name[node.worker].thread(node.number) if node.kind == _THREAD else None
         if thread is None:
             return ""
         where = f" at {thread.stack[0].file}:{thread.stack[0].line}" if thread.stack else ""
         return f" (thread {thread.name}{where})"
 
 
-def _thread(worker: str, thread_id: int) -> _Node:
-    return (worker, "thread", thread_id, "")
-
-
 def _served_node(worker: str, served: ServedCall) -> _Node:
     if served.state == RUNNING:
-        return _thread(worker, served.thread_id)
-    return (worker, served.state, served.call_id, served.caller)
+        return _Node(worker, _THREAD, served.thread_id)
+    return _Node(worker, served.state, served.call_id, served.caller)
 
 
 def _cycles(snapshots: Sequence[WorkerSnapshot], still: set[ThreadKey] | None) -> list[Trouble]:
-    """Of circles that share a part only the shortest is told: the others are blocked by it."""
+    """Find cycles. Of cycles that share a node, report only the shortest: it blocks the others."""
     graph = _WaitGraph(snapshots, still)
     ways = [way for start in graph.outgoing if (way := graph.shortest_circle(start))]
     found: list[Trouble] = []

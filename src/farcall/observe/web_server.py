@@ -1,9 +1,8 @@
-"""A small web server for the live page and the metrics: ``http.server``, with bounds on what strangers may cost.
+"""A small web server for the live page and the metrics: ``http.server``, with limits on what strangers can cost.
 
-Owns the port, its thread and the connections. Answers ``GET`` only. At most MOST_CONNECTIONS at a time, each with a
-thread; the head of a request is at most MOST_HEAD_BYTES, and a connection over which no request was answered for
-QUIET_S is closed. Further connections are turned away; the node, which has other threads, never notices.
-Knows neither the pages nor their readers.
+Owns the port, its thread and the connections. Answers ``GET`` only. It serves at most MOST_CONNECTIONS at a time, each
+on a thread, and refuses further ones. The head of a request has at most MOST_HEAD_BYTES, and a connection over which no
+request was answered for QUIET_S is closed. Knows neither the pages nor their readers.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ Protect: TypeAlias = Callable[[socket.socket], socket.socket]
 
 
 class WebServer:
-    """One port, served from ``start`` to ``close``."""
+    """One port, served until ``close``."""
 
     def __init__(
         self, name: str, host: str, port: int, answer: Callable[[Request], Answer], *, protect: Protect | None = None
     ) -> None:
-        """``answer`` is called on threads of this server's. Raises ``OSError`` where the port cannot be had.
+        """The server calls ``answer`` on its own threads. Raises ``OSError`` if the port cannot be bound.
 
         ``protect`` puts TLS over a connection; it must not wait. None: connections stay as they are.
         """
@@ -60,29 +59,26 @@ class WebServer:
         self.port: int = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, args=(_LOOK_S,), name=name, daemon=True)
         close_in_children(self)
-
-    def start(self) -> None:
-        """Begin to serve."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop."""
+        """Stop serving, and end all connections."""
         self._server.shutdown()
         self._server.server_close()
         self._server.show_out(NOBODY_S)
         self._thread.join(_STOP_S)
 
     def close_after_fork(self) -> None:
-        """In a forked child: the port is the parent's."""
+        """In a forked child: close the copy of the parent's listening socket."""
         self._server.socket.close()
 
 
 NOBODY_S: Final = -1.0
-"""So long may the connections be quiet that stay when the server ends."""
+"""The limit for `show_out` that ends every connection."""
 
 
 class _Server(ThreadingHTTPServer):
-    """Mutable: the open connections, and since when each is quiet."""
+    """The HTTP server. Mutable, under a lock: the open connections, and since when each is quiet."""
 
     daemon_threads = True
     block_on_close = False  # a browser keeps its connection open
@@ -117,7 +113,7 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def answered(self, request: socket.socket) -> None:
-        """A request came to its end."""
+        """Restart the quiet time of a connection: a request was answered."""
         with self._lock:
             if request in self.quiet_since:
                 self.quiet_since[request] = monotonic()
@@ -126,29 +122,29 @@ class _Server(ThreadingHTTPServer):
         self.show_out(QUIET_S)
 
     def show_out(self, quiet_s: float) -> None:
-        """End the connections that have been quiet for longer; their threads close them."""
+        """End the connections that have been quiet for longer than ``quiet_s``; their threads close them."""
         now = monotonic()
         with self._lock:
             late = [request for request, since in self.quiet_since.items() if now - since > quiet_s]
             for request in late:
                 try:
-                    socket.socket.shutdown(request, socket.SHUT_RDWR)  # below TLS, which its own thread may be in
+                    socket.socket.shutdown(request, socket.SHUT_RDWR)  # bypass TLS, which its own thread may be using
                 except OSError:
-                    pass  # it is gone already
+                    pass  # the connection is gone already
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("a web page could not be served to %s", client_address, exc_info=True)
 
 
 class _Head:
-    """The lines of one request at a time, as far as they are not too long."""
+    """A reader of request heads that limits their size. Mutable: the bytes left for the present request."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self._left = MOST_HEAD_BYTES
 
     def begin(self) -> None:
-        """The next request."""
+        """Begin the next request, with a fresh limit."""
         self._left = MOST_HEAD_BYTES
 
     def readline(self, size: int = -1) -> bytes:
@@ -167,7 +163,7 @@ class _Head:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """The answers over one connection."""
+    """Answers the requests of one connection."""
 
     server: _Server
     server_version = "farcall"
@@ -202,7 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(answer.body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        # Not the request line, which may have a token in it.
+        # Leave out the request line, which may contain a token.
         logger.debug("web: a request from %s", self.client_address[0])
 
 

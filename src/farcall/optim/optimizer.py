@@ -1,9 +1,9 @@
 """`DistributedOptimizer`: a torch optimizer on each worker that owns parameters, stepped together.
 
 A parameter and its optimizer state stay where they are; only the order to step travels. Gradients of a distributed
-autograd context are in ``.grad`` for the time of the step; the ``.grad`` of before comes back.
+autograd context are in ``.grad`` during the step; afterwards the former ``.grad`` is back.
 
-Invariant: of all optimizers of a node one steps at a time, since they may share parameters and each needs ``.grad``.
+Invariant: one optimizer of a node steps at a time, since they may share parameters and each needs ``.grad``.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class DistributedOptimizer:
     def step(self, context_id: int) -> None:
         """Step every worker's optimizer with the gradients of a context; returns when all have done so.
 
-        Parameters that have no gradient in the context are left as they are. If workers fail, the first error is
-        raised; its notes name all workers that failed, and the others have stepped.
+        Parameters without a gradient in the context stay as they are. If workers fail, the first error is raised; its
+        notes name all workers that failed, and the others have stepped.
         """
         self._node.part(Recorder).contexts.retrieve(context_id)
         inside = RECORDING.get()
@@ -133,16 +133,13 @@ def _note_failures(errors: Mapping[WorkerInfo, Exception], among: int, what: str
 # ---------------------------------------------------------------------- at the owners
 
 
-class _Steps:
-    """The lock of a node under which one optimizer steps at a time."""
-
-    def __init__(self, node: Runtime) -> None:
-        self.lock = threading.Lock()
-
-
 def steps_of(node: Runtime) -> threading.Lock:
     """The lock under which optimizers step on a node: hold it to see weights that belong together."""
-    return node.part(_Steps).lock
+    return node.part(_make_lock)
+
+
+def _make_lock(node: Runtime) -> threading.Lock:
+    return threading.Lock()
 
 
 class _LocalOptimizer:

@@ -1,4 +1,4 @@
-"""`Backoff`: pauses between attempts, which grow. Knows no clock, and draws no random numbers of its own."""
+"""`Backoff`: growing pauses between attempts. Knows no clock, and draws no random numbers of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Jitter(Protocol):
-    """The part of ``random.Random`` that spreads pauses."""
+    """The method of ``random.Random`` that spreads pauses."""
 
     def uniform(self, a: float, b: float, /) -> float: ...
 
@@ -14,7 +14,7 @@ class Jitter(Protocol):
 class Backoff:
     """Pauses from ``first_s`` to ``longest_s``, each ``factor`` times the one before.
 
-    With ``jitter`` each pause is shortened by up to a half, so that many waiters for one event do not come at once.
+    ``jitter`` shortens each pause by up to a half, so that many waiters for one event do not retry at the same moment.
     """
 
     __slots__ = ("_factor", "_first_s", "_jitter", "_longest_s", "_next_s")
@@ -27,11 +27,11 @@ class Backoff:
         self._next_s = first_s
 
     def next_s(self) -> float:
-        """The pause to make now; the one after it is longer."""
+        """The pause to make now; the next one is longer."""
         pause_s = self._next_s
         self._next_s = min(self._longest_s, self._factor * pause_s or self._first_s)
         return pause_s if self._jitter is None else pause_s * self._jitter.uniform(0.5, 1.0)
 
     def restart(self, next_s: float | None = None) -> None:
-        """Begin anew, with a pause of ``next_s`` (0: none at all) before the first one."""
+        """Start again; ``next_s`` (0: no pause) goes before the first pause."""
         self._next_s = self._first_s if next_s is None else next_s

@@ -1,11 +1,11 @@
-"""Large messages on their way out: cut into chunks, so that others pass between them.
+"""Large outgoing messages: cut into chunks, so that other frames can pass between them.
 
-Owns which bytes of a message make up a chunk, and what becomes of a message whose chunks are lost. Knows no socket,
-thread or lock: its callers hold the link's write lock, to write and to resume a session. The layout of chunks, and the
-way they are put together again, is in `frames.py`.
+Owns the division of a message into chunks, and the fate of a message that loses a chunk. Knows no socket, thread or
+lock: callers hold the link's write lock, to write and to resume a session. `frames.py` has the layout of chunks;
+`frame_decoder.py` reassembles them.
 
-A message that fits into one chunk goes as a plain frame. Each chunk of another one is a frame of the link's: counted,
-acknowledged, and, where the connection broke, written again alone.
+A message that fits into one chunk travels as a plain frame. Each chunk of a larger message is a frame of the link:
+counted, acknowledged, and retransmitted alone if the connection broke.
 
     the message is            a chunk of it is lost
     in hand: being written    the chunk is written again: the memory is still ours
@@ -25,37 +25,41 @@ from farcall.protocol.session import Kept
 
 SMALLEST_CHUNK_BYTES = 64 * 1024
 LARGEST_CHUNK_BYTES = 1024 * 1024
-QUICK_S = 0.000_3
-SLOW_S = 0.001
-"""A chunk should take between these: what is sent meanwhile waits for it, and each costs both ends some 20 us."""
+CHUNK_S = 0.000_6
+"""How long a chunk should take: other frames wait for it, but each chunk costs both ends some 20 us."""
+_REMEMBERED = 0.9
+"""The weight of earlier chunks in the average: kernels take bytes in bursts."""
 
 Instead: TypeAlias = Callable[[], Sequence[bytes]]
-"""The frames that are written in the place of a lost message. Must neither block nor raise."""
+"""Makes the frames that replace a lost message. Must neither block nor raise."""
 
 
 class ChunkSize:
-    """How large the next chunk of a link should be: larger where the last one left quickly."""
+    """The size of a link's next chunk: larger if the last ones left quickly. Mutable: the two running averages."""
 
-    __slots__ = ("size_bytes",)
+    __slots__ = ("_bytes", "_seconds", "size_bytes")
 
     def __init__(self) -> None:
         self.size_bytes: int = LARGEST_CHUNK_BYTES // 4
+        self._bytes = 0.0
+        self._seconds = 0.0
 
     def took(self, size_bytes: int, seconds: float) -> None:
-        """So long a chunk of ``size_bytes`` was on its way into the kernel."""
-        if seconds > SLOW_S:
-            self.size_bytes = max(SMALLEST_CHUNK_BYTES, self.size_bytes // 2)
-        elif seconds < QUICK_S and size_bytes >= self.size_bytes:  # not the short rest of a message
-            self.size_bytes = min(LARGEST_CHUNK_BYTES, self.size_bytes * 2)
+        """Learn from a chunk of ``size_bytes`` that the kernel took within ``seconds``."""
+        self._bytes = _REMEMBERED * self._bytes + size_bytes
+        self._seconds = _REMEMBERED * self._seconds + seconds
+        if self._seconds > 0.0:
+            steps = int(CHUNK_S * self._bytes / self._seconds / SMALLEST_CHUNK_BYTES)
+            self.size_bytes = min(max(1, steps) * SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES)
 
 
 class LargeMessage:
-    """One message under way. Mutable: how much of it has been cut, and whether its memory is still ours."""
+    """One message being sent. Mutable: how much of it has been cut, whether its memory is still ours, and its loss."""
 
     __slots__ = ("_instead", "_is_lost", "_ours", "_parts", "_slot", "_starts", "cut_bytes", "size_bytes")
 
     def __init__(self, parts: Sequence[Piece], slot: int, instead: Instead | None) -> None:
-        """``slot``: tells its chunks from those of others. ``instead`` is None for a message that is repeatable."""
+        """``slot`` distinguishes its chunks from those of other messages. ``instead`` is None if it is repeatable."""
         self._parts = [memoryview(part) for part in parts if len(part)]
         self._slot = slot
         self._instead = instead
@@ -67,21 +71,21 @@ class LargeMessage:
             self._starts.append(self.size_bytes)
             self.size_bytes += len(part)
         self.cut_bytes: int = 0
-        """How much of it has been made chunks of."""
+        """How many of its bytes have been cut into chunks."""
 
     def next_chunk(self, limit_bytes: int | None) -> Chunk:
-        """The next chunk, of at most ``limit_bytes`` (None: all that is left)."""
+        """Cut the next chunk, of at most ``limit_bytes`` (None: all that is left)."""
         start = self.cut_bytes
         end = self.size_bytes if limit_bytes is None else min(self.size_bytes, start + limit_bytes)
         self.cut_bytes = end
         return Chunk(self, start, end)
 
     def return_chunk(self, chunk: Chunk) -> None:
-        """No byte of the last chunk has left: it is cut anew later, or never."""
+        """Take back the last chunk, of which no byte has left: it is cut anew later, or never."""
         self.cut_bytes = chunk.start
 
     def bytes_of(self, start: int, end: int) -> list[Piece]:
-        """One chunk as it goes over the wire."""
+        """One chunk as it travels on the wire."""
         found: list[Piece] = []
         if end - start < self.size_bytes:
             found.append(HEADER.pack(MAGIC, VERSION, CHUNK, self._slot, start, end - start, 0, 0, 0, 0))
@@ -95,11 +99,11 @@ class LargeMessage:
         return found
 
     def written(self) -> None:
-        """The kernel has all of it: the memory is its sender's again."""
+        """Note that the kernel has taken all bytes: the sender may change the memory again."""
         self._ours = self._instead is None
 
     def give_up(self) -> bytes | None:
-        """The sender wants it back: what to tell the peer, which has a part of it; None: nothing has left."""
+        """Give the memory back to the sender. Returns the frame that tells the peer; None if no byte has left."""
         assert self.cut_bytes < self.size_bytes, "all of it is on its way"
         self._ours = False
         self._is_lost = True
@@ -108,14 +112,14 @@ class LargeMessage:
         return self._abandon()
 
     def lost(self, chunk: Chunk) -> Sequence[Kept]:
-        """The peer has not got ``chunk``: what is written in its place."""
+        """Return what to write in place of ``chunk``, which the peer did not get."""
         if self._ours:
             return (chunk,)
         if self._is_lost or self._instead is None:
             return ()
         self._is_lost = True
         frames = self._instead()
-        # First: the slot is free for others, and the peer's memory, too.
+        # Abandon first: that frees the slot for other messages, and the peer's memory.
         return frames if chunk.is_whole else (self._abandon(), *frames)
 
     def _abandon(self) -> bytes:
@@ -123,7 +127,7 @@ class LargeMessage:
 
 
 class Chunk:
-    """Some bytes of a large message, as a session keeps them."""
+    """A range of bytes of a large message, as a session keeps it until it is acknowledged."""
 
     __slots__ = ("_end", "message", "start")
 
@@ -134,7 +138,7 @@ class Chunk:
 
     @property
     def is_whole(self) -> bool:
-        """Is it all of its message?"""
+        """Is this chunk the whole message?"""
         return self._end - self.start == self.message.size_bytes
 
     def lost(self) -> Sequence[Kept]:

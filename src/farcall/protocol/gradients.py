@@ -1,27 +1,27 @@
-"""Who takes part in a backward pass, what waits for what, and when it is over. Sans-I/O, no torch.
+"""A backward pass: its participants, their dependencies, and its end. Sans-I/O, no torch.
 
-A pass is named by its origin and a number. Every recorded *send* of a context hears exactly once in a pass:
-a gradient, or that there is none. Every recorded *receive* answers exactly once. That replaces a walk
-before the pass:
+A pass is named by its origin and a number. In a pass every recorded *send* of a context hears exactly once:
+a gradient, or that there is none. Every recorded *receive* answers exactly once. This makes a walk over the
+distributed graph before the pass unnecessary:
 
 - A worker that joins a pass fixes its sources: the sends recorded so far (and the roots, at the origin). A
   receive that no source reaches answers "none" at once. Any other receive answers when all sources that
   reach it have been heard: with a gradient if one of them was alive, else with "none". `Wavefront` decides
   that, edge by edge.
-- It ends: let the forward events of all workers be ordered by causality (a partial order without cycles).
+- The pass ends: let the forward events of all workers be ordered by causality (a partial order without cycles).
   What a send hears depends only on sends made causally after the matching receive, so by induction from the
   latest events backwards, each one is heard. Nothing alive is missed: a path from a root to a leaf crosses
   workers through receives, and each receive on it is reached by a live source.
 - A receive recorded after its worker joined cannot reach the loss (the roots existed before); it answers
   "none".
-- Every worker joins: the origin tells its peers to start, they tell theirs, and `covered` names those already
-  told. A worker reports done to the first that told it when its own part and all workers it told are done (a
-  diffusing computation), and at once to any other that tells it. So when the origin has heard from all that
-  it told, every part is finished, every gradient was consumed (its send would still be waiting), and all leaf
+- Every worker joins: the origin tells its peers to start, they tell theirs, and `covered` names the workers already
+  told. A worker reports done to its parent, the first worker that told it, when its own part and all workers that it
+  told are done (a diffusing computation); to any later one it reports done at once. So when all workers that the origin
+  told are done, every part is finished, every gradient was consumed (its send would still be waiting), and all leaf
   gradients are in place.
 
 `ORIGIN` and `PARTICIPANT` are the transition tables that `BackwardPass.handle` executes. An event without a row for
-the present state changes nothing. A worker that has lost the origin gives up as if told to.
+the present state changes nothing. A worker that has lost the origin gives up, as if the origin had aborted the pass.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from farcall.protocol.notes import ProfileWanted
 
 
 class PassId(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The name of a backward pass within a context: the worker that called for it, and a number there."""
+    """The name of a backward pass within a context: the worker that started it, and a number there."""
 
     origin: int
     number: int
@@ -53,7 +53,7 @@ class StartPass(msgspec.Struct, frozen=True, tag=True):
     covered: tuple[int, ...]
     retain_graph: bool = False
     over_below: int = 0
-    profile: ProfileWanted | None = None  # set where the thread that called for the pass is profiled
+    profile: ProfileWanted | None = None  # set if the thread that started the pass is profiled
 
 
 class PassDone(msgspec.Struct, frozen=True, tag=True):
@@ -61,7 +61,7 @@ class PassDone(msgspec.Struct, frozen=True, tag=True):
 
     context_id: int
     pass_id: PassId
-    profiled: bytes = b""  # the records of a profiler, where StartPass asked for them
+    profiled: bytes = b""  # the records of a profiler, if StartPass asked for them
 
 
 class PassFailed(msgspec.Struct, frozen=True, tag=True):
@@ -74,7 +74,7 @@ class PassFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class AbortPass(msgspec.Struct, frozen=True, tag=True):
-    """Down the tree of starts: forget this pass."""
+    """Forget this pass. Sent down the tree along which StartPass travelled."""
 
     context_id: int
     pass_id: PassId
@@ -84,7 +84,7 @@ PassMessage = StartPass | PassDone | PassFailed | AbortPass
 
 
 class ReleaseContext(msgspec.Struct, frozen=True, tag=True):
-    """Forget the context with all its passes, and tell the workers that know the context from you."""
+    """Forget the context with all its passes, and pass this on to the workers that learned of the context from you."""
 
     context_id: int
 
@@ -138,7 +138,7 @@ class Failed(msgspec.Struct, frozen=True, gc=False):
 
 
 Cause = Begin | PartFinished | PartFailed | PassMessage
-"""What a row of the tables is for."""
+"""The second key of a row in the tables: what causes the transition."""
 Event = Begin | PartFinished | PartFailed | WorkerLost | Received
 Effect = Tell | Completed | Failed
 
@@ -156,7 +156,7 @@ class PassState(StrEnum):
 class BackwardPass:
     """One worker's view of one pass. ``parent`` is the worker that told it to start, None at the origin.
 
-    Mutable: ``state``, ``ended`` that follows from it, and ``unfinished``, the workers told that are not done.
+    Mutable: ``state``, ``ended`` (derived from it), and ``unfinished``, the workers told that are not done yet.
     """
 
     __slots__ = (
@@ -241,7 +241,7 @@ class BackwardPass:
         return []
 
     def _answer_done(self, event: StartPass, sender: int) -> list[Effect]:
-        # Told twice: the first to tell waits for this worker, the second need not.
+        # A second StartPass: the sender of the first one waits for this worker, so this sender need not.
         return [Tell(sender, PassDone(self.context_id, self.pass_id))]
 
     def _report(self) -> list[Effect]:
@@ -267,7 +267,7 @@ _Act = Callable[[BackwardPass, Any, int], list[Effect]]
 Table = dict[tuple[PassState, type[Cause]], tuple[PassState, _Act | None]]
 """By state and event: the next state, and the action that makes the effects, if there is one.
 
-A pass that is waiting for nobody any more is done, and reports so: the only transition without an event.
+A waiting pass with no unfinished worker left is done, and reports so: the only transition without an event.
 """
 
 _EVERYWHERE: Final[Table] = {
@@ -305,8 +305,8 @@ Node = TypeVar("Node", bound=Hashable)
 class Wavefront(Generic[Node]):
     """Readiness of a graph whose sources are heard one by one, in any order.
 
-    A node is settled once every edge into it is; live if one of those edges is live. Each edge is looked at
-    once, so the work over a whole pass is linear in the graph.
+    A node is settled once every edge into it is, and live if one of those edges is live. Each edge is visited
+    once, so the work over a whole pass is linear in the graph. Mutable: the edges still waited for, and the live nodes.
     """
 
     __slots__ = ("_following", "_live", "_waiting")
@@ -327,9 +327,9 @@ class Wavefront(Generic[Node]):
         self._live: set[Node] = set()
 
     def settle(self, edges: Iterable[tuple[Node, bool]]) -> tuple[list[Node], list[Node]]:
-        """Settle source edges given as (target, live); return nodes newly settled as (live, dead).
+        """Settle source edges given as (target, live); return the newly settled nodes as (live, dead).
 
-        Both lists are in topological order: a node comes after everything that leads to it.
+        Both lists are in topological order: a node comes after all its predecessors.
         """
         live: list[Node] = []
         dead: list[Node] = []

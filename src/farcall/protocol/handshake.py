@@ -1,4 +1,4 @@
-"""The handshake: mutual proof of the shared secret, before anything of the peer is believed or unpickled.
+"""The handshake: mutual proof of the shared secret, before a node believes or unpickles anything from its peer.
 
 Bytes in, bytes out; the driver owns the socket, the deadline and the randomness (``nonce``). Each message is
 
@@ -13,19 +13,19 @@ Bytes in, bytes out; the driver owns the socket, the deadline and the randomness
     awaiting greeting   LISTENER_GREETING   DIALER_PROOF      DIALER_GREETING     LISTENER_GREETING
     awaiting proof      LISTENER_PROOF      (established)     DIALER_PROOF        LISTENER_PROOF (established)
     awaiting count      RESUMED             (established)
-    any                 REFUSAL or anything else: refused, for good
+    any                 REFUSAL or anything else: refused for ever
 
-The last but one row is for a dialer that resumes a session (`session.py`): its hello says which, and how many frames
-it has (`hello.py`), and the listener, once the dialer is proven, says behind its own proof how many it has itself
+The last but one row is for a dialer that resumes a session (`session.py`): its hello names the session and the number
+of frames it has (`hello.py`). Once the dialer is proven, the listener sends its own number behind its proof
 (``resumed``). A dialer that only asks whether the session lives gets a proof, or a refusal.
-A greeting is a `Hello` and a nonce; a proof is an HMAC, under a key made from the secret, of both greetings
-as they went over the wire, and under TLS of both certificates. So either both ends saw the same version, members,
-purposes, cluster, dialled address, certificates and nonces, or one end refuses. `Established.session_key` is made of
-all that, and only the two ends know it. The listener says nothing before a valid greeting, and proves nothing before
-the dialer has.
-An observer proves itself with ``observer_key(secret)`` in the place of the secret: the same key
-for both ends of its connection, and no key to any other.
-Invariant: a peer's bytes cause no exception but ``HandshakeRefused``, and 64 KiB are kept at most.
+A greeting is a `Hello` and a nonce. A proof is an HMAC, under a key derived from the secret, of both greetings as they
+went over the wire, and under TLS of both certificates. So either both ends saw the same version, members, purposes,
+cluster, dialled address, certificates and nonces, or one end refuses. `Established.session_key` derives from all that,
+and only the two ends know it. The listener sends nothing before a valid greeting, and proves nothing before the dialer
+has.
+An observer proves ``observer_key(secret)`` instead of the secret. Both ends of its connection derive their keys from
+it, and it opens no other connection.
+Invariant: a peer's bytes raise no exception but ``HandshakeRefused``, and the buffer holds at most 64 KiB.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _SAME_TRUST = ": have every process call farcall.allow before it starts, with th
 
 
 class HandshakeState(Enum):
-    """What this end is waiting for; the driver names it when its deadline passes."""
+    """The message that this end waits for; the driver reports it when its deadline passes."""
 
     AWAITING_GREETING = "awaiting greeting"
     AWAITING_PROOF = "awaiting proof"
@@ -83,21 +83,21 @@ class HandshakeState(Enum):
 
 
 class Established(NamedTuple):
-    """The handshake's good end: a proven peer, and whatever it sent right behind its proof."""
+    """The result of a successful handshake: a proven peer, and the bytes that followed its proof."""
 
     peer: Hello
     session_key: bytes
     leftover: bytes
-    peer_received: int = 0  # frames of ours that the listener has, where a session is resumed
-    quick_seals: bool = False  # have both ends said that they have Poly1305?
+    peer_received: int = 0  # for a dialer that resumes a session: how many of its frames the listener has
+    quick_seals: bool = False  # do both ends have Poly1305?
 
     @property
     def session_id(self) -> str:
-        """The name, at both ends, of the session that begins with this connection."""
+        """The name that both ends give to the session that begins with this connection."""
         return hashlib.sha256(b"session id" + self.session_key).hexdigest()[:32]
 
     def frame_key(self, sender: Side) -> bytes:
-        """The key that proves what ``sender`` says over this connection from now on."""
+        """The key that authenticates the frames of ``sender`` on this connection."""
         return hkdf_expand(self.session_key, b"frames of the " + sender.value.encode())
 
 
@@ -106,8 +106,8 @@ class Handshake:
 
     ``nonce`` must be fresh from a cryptographic source for each connection. ``expected_peer`` is the name
     that must answer (or dial); None lets any member of the cluster in. ``also``: other secrets that a dialer may prove;
-    it is answered with the one that it proved. ``binding`` gives what both ends have seen of
-    each other below this handshake, once a message has come: it is part of the proof. ``quick_seals``: see `Greeting`.
+    the listener answers with the same one. ``binding`` returns what both ends saw of each other below this handshake
+    (TLS certificates), once a message has come; proofs cover it. ``quick_seals``: see `Greeting`.
     """
 
     def __init__(
@@ -134,10 +134,11 @@ class Handshake:
         self._quick_seals = quick_seals
         self._root_keys = [_root_key(one) for one in self._secrets]
         self._my_greeting = message_of(GREETING[side], msgspec.msgpack.encode(Greeting(me, nonce, quick_seals)))
-        # What we would refuse from a peer we must not send to one.
+        # Fail here, with a clear error, instead of sending a greeting that every peer refuses.
         if len(self._my_greeting) > MAX_MESSAGE_BYTES:
             raise ValueError(f"this hello does not fit a handshake message of {MAX_MESSAGE_BYTES} bytes")
         read_greeting(self._my_greeting[HEADER.size :])
+        # Mutable from here on, as are ``_root_keys`` (narrowed to the proved one) and ``_quick_seals``.
         self._state = HandshakeState.AWAITING_GREETING
         self._buffer = bytearray()
         self._peer: Hello | None = None
@@ -148,12 +149,12 @@ class Handshake:
 
     @property
     def state(self) -> HandshakeState:
-        """What this end is waiting for."""
+        """The message that this end waits for."""
         return self._state
 
     @property
     def peer_claim(self) -> Hello | None:
-        """Who the peer says it is: unproven, for log lines only, until ``receive`` gave ``Established``."""
+        """The peer's claim of itself: unproven, for log lines only, until ``receive`` returns ``Established``."""
         return self._peer
 
     def start(self) -> bytes:
@@ -161,9 +162,9 @@ class Handshake:
         return self._my_greeting if self._side is Side.DIALER else b""
 
     def receive(self, data: bytes | bytearray | memoryview) -> tuple[bytes, Established | None]:
-        """Take bytes from the peer; return bytes to send, and the result once there is one.
+        """Take bytes from the peer; return bytes to send, and the result at the end.
 
-        Raises ``Refused`` (a ``HandshakeRefused``); send its ``farewell``, then close.
+        Raises ``Refused`` (a ``HandshakeRefused``): send its ``farewell``, then close.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -202,7 +203,7 @@ class Handshake:
         return replies, None
 
     def _next_message(self) -> tuple[Kind, bytes] | None:
-        """Cut one whole message off the buffer; None if more bytes are needed. Refuses as early as it can."""
+        """Cut one whole message off the buffer; None if it needs more bytes. Refuses as early as possible."""
         buffer = self._buffer
         if not MAGIC.startswith(buffer[: len(MAGIC)]):
             raise self._not_farcall()
@@ -226,7 +227,7 @@ class Handshake:
         return kind, message
 
     def _check_header(self, kind_number: int, body_bytes: int) -> Kind:
-        """The kind announced, if it is due now and of a fitting length."""
+        """The announced kind, if it is due now and its length fits; else refuse."""
         if HEADER.size + body_bytes > MAX_MESSAGE_BYTES:
             raise refuse(
                 RefusalReason.TOO_LARGE,
@@ -289,12 +290,12 @@ class Handshake:
         return self._my_greeting
 
     def _is_meant(self, dialer: Hello) -> bool:
-        """Is the address that ``dialer`` names one that this node advertises, if it advertises any?"""
+        """Did ``dialer`` dial an address that this node advertises? A node that advertises none accepts any."""
         mine = self._me.member.addresses
         return not mine or (dialer.dialled in mine if dialer.dialled else dialer.may_leave_out)
 
     def _on_proof(self, body: bytes) -> tuple[bytes, bytes]:
-        """Check the peer's proof; return our own if it is still due, and the session key."""
+        """Check the peer's proof; return our own (empty at a dialer, which has sent it) and the session key."""
         self._root_keys = [
             key for key in self._root_keys if hmac.compare_digest(body, _proof(key, self._side.other, self._transcript))
         ]
@@ -312,7 +313,7 @@ class Handshake:
         return b"", session_key
 
     def resumed(self, received: int) -> bytes:
-        """What a listener sends behind its proof where a session is resumed: the frames that it has of the dialer."""
+        """The message that follows a listener's proof when a session resumes: how many frames it has of the dialer."""
         count = COUNT.pack(received)
         return message_of(Kind.RESUMED, count + self._proof_of_count(count))
 
@@ -324,7 +325,7 @@ class Handshake:
         return int(received)
 
     def _proof_of_count(self, count: bytes) -> bytes:
-        # Whoever could change it had frames sent twice.
+        # The transcript does not cover the count: unauthenticated, an attacker could change it to have frames repeated.
         return hmac.digest(hkdf_expand(self._session_key, b"count"), count, "sha256")
 
     def _proof_of(self, side: Side) -> bytes:
@@ -342,11 +343,11 @@ class Handshake:
         for opening, name in STRANGERS:
             if self._buffer.startswith(opening):
                 return Refused(f"the peer speaks {name}, not farcall", RefusalReason.NOT_FARCALL)
-        # No farewell in either case: a scanner learns nothing, not even that farcall is here.
+        # No farewell in either case: a port scanner must not even learn that farcall runs here.
         return Refused("the peer does not speak farcall", RefusalReason.NOT_FARCALL)
 
     def _refused_by_peer(self, body: bytes) -> Refused:
-        # Only a reason we know is repeated, never what the peer wrote: it proved nothing, and this is logged.
+        # Repeat only a known reason, never the peer's own text: it proved nothing, and this goes into the log.
         try:
             reason = RefusalReason(body.decode("ascii"))
         except ValueError:
@@ -365,6 +366,6 @@ def _root_key(secret: bytes) -> bytes:
 
 
 def _proof(root_key: bytes, side: Side, transcript: bytes) -> bytes:
-    """The proof that ``side`` owes; its key names the side, so nobody's own proof can be played back."""
+    """The proof that ``side`` owes; its key names the side, so that no end's proof can be reflected back to it."""
     key = hkdf_expand(root_key, b"proof of the " + side.value.encode())
     return hmac.digest(key, transcript, "sha256")

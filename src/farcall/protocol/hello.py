@@ -1,20 +1,20 @@
-"""`Hello`: a node's name, place and wish, in the clear; the handshake's messages as bytes; refusals.
+"""`Hello`: a node's identity and purpose, in the clear; the handshake's messages as bytes; refusals.
 
-    purpose                        said by a dialer that
+    purpose                        sent by a dialer that
     Connect(is_first)              makes a link; ``is_first``: it knows of no connection before this one
     Resume(session_id, received)   comes back to a session, and has ``received`` frames of the listener
     Remind(session_id)             asks whether the session lives, and reminds the listener to come back to it
     Observe()                      only looks on, and proves itself with the observers' key
     Inspect(facts)                 is `farcall doctor`
-    Listen(admits, size)           (said by a listener) ``admits``: it is a member that can let newcomers in, into a
+    Listen(admits, size)           (sent by a listener) ``admits``: it is a member that can let newcomers in, into a
                                    group of fixed ``size`` (0: it has none)
 
-The dialer's hello is part of what both ends prove, and a listener acts on it only once the dialer is proven. A dialer
-whose member has an admission number was let in: the listener may not have heard of it yet, and takes it from here.
-It also says the address that it dials, as the listener told it to the cluster: whoever relays the connection from
-another address, which no listener advertises, is found out. Only a dialer that knows no more than an address from its
-user (an observer, a newcomer without a store) leaves that out, and the cluster, too.
-The id of a session is made from what its first handshake proved: no third party can name it, and it tells nothing of
+Both proofs cover the dialer's hello, and a listener acts on it only once the dialer is proven. An admission number in
+the dialer's member shows that it was let in; a listener that has not heard of it yet learns it from here.
+The hello also names the dialled address, as the listener advertised it: a relay at another address, which no listener
+advertises, is found out. Only a dialer that knows nothing but an address from its user (an observer, a newcomer without
+a store) omits the address, and the cluster, too.
+The id of a session derives from what its first handshake proved: no third party can name it, and it reveals nothing of
 the key.
 
 Knows nothing of the order of messages (`handshake.py`).
@@ -47,7 +47,7 @@ _ShortText: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class _Purpose(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Base of the purposes: immutable, and encoded as [tag, field, field ...]."""
+    """Base of the purposes: immutable, encoded as [tag, field, field ...]."""
 
 
 class Connect(_Purpose, frozen=True, tag=0):
@@ -77,25 +77,25 @@ class Listen(_Purpose, frozen=True, tag=5):
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A node's claim of itself, its wish, and the cluster. A node that was given only an address leaves that out."""
+    """A node's claim of itself, its purpose, and its cluster (empty where the node was given only an address)."""
 
     member: Member
     cluster_id: _ShortText
     purpose: Connect | Resume | Remind | Observe | Inspect | Listen = Connect()
     dialled: _ShortText = ""
-    """The address at which the dialer wants to reach the listener, as the listener told it to the cluster."""
+    """The address that the dialer dials, as the listener advertised it."""
 
     def wanting(self, purpose: Connect | Resume | Remind | Observe | Inspect | Listen) -> Hello:
         """The hello of the same node with another purpose."""
         return Hello(self.member, self.cluster_id, purpose)
 
     def dialling(self, address: str) -> Hello:
-        """The same hello, said at ``address``."""
+        """The same hello, for a dial of ``address``."""
         return Hello(self.member, self.cluster_id, self.purpose, address)
 
     @property
     def may_leave_out(self) -> bool:
-        """May this dialer leave out cluster and address? It was told an address by its user, and knows no more."""
+        """May this dialer omit cluster and address? Only one that knows nothing but an address from its user may."""
         is_newcomer = isinstance(self.purpose, Connect) and not self.cluster_id
         return is_newcomer or isinstance(self.purpose, Observe | Inspect)
 
@@ -131,7 +131,7 @@ class Greeting(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
     hello: Hello
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
     quick_seals: bool = False
-    """Has this end Poly1305, to seal what follows with?"""
+    """Does this end have Poly1305, to seal the frames that follow?"""
 
 
 _greeting_decoder = msgspec.msgpack.Decoder(Greeting)
@@ -158,12 +158,12 @@ def read_greeting(body: bytes) -> Greeting:
 
 
 def observer_key(secret: bytes) -> bytes:
-    """The key that observers prove instead of the secret: nobody becomes a member with this alone."""
+    """The key that observers prove instead of the secret: it admits nobody as a member."""
     return hkdf_expand(hkdf_extract(b"farcall observer", secret), b"key")
 
 
 def tls_key(observer: bytes) -> bytes:
-    """What TLS without certificates begins with, from the observer's key: both members and observers have it."""
+    """The pre-shared key of TLS without certificates, derived from the observers' key: members have that one, too."""
     return hkdf_expand(observer, b"tls")
 
 
@@ -181,7 +181,7 @@ def hkdf_expand(key: bytes, info: bytes) -> bytes:
 
 
 class RefusalReason(StrEnum):
-    """Why a connection was refused; the value is what the peer is told."""
+    """Why a connection was refused; the value goes to the peer."""
 
     NOT_FARCALL = "not farcall"
     VERSION_MISMATCH = "version mismatch"
@@ -192,11 +192,12 @@ class RefusalReason(StrEnum):
     WRONG_ADDRESS = "wrong address"
     OTHER_TRUST = "other trust"
     WRONG_SECRET = "wrong secret"
-    NOT_ADMITTED = "not admitted"  # proven, but the listener has no place for it; decided by the driver
+    CROSSED = "crossed"  # the listener dials the dialer at the same moment: one connection is enough
+    NOT_ADMITTED = "not admitted"  # proven, but the listener has no place for it; the driver decides
 
 
 class Refused(HandshakeRefused):
-    """``HandshakeRefused`` with its ``reason``, and the ``farewell`` (or nothing) to send before closing."""
+    """``HandshakeRefused`` with its ``reason``, and the ``farewell`` (may be empty) to send before closing."""
 
     def __init__(self, message: str, reason: RefusalReason = RefusalReason.MALFORMED, farewell: bytes = b"") -> None:
         super().__init__(message, Delivery.NOT_SENT)
@@ -205,16 +206,16 @@ class Refused(HandshakeRefused):
 
 
 def refuse(reason: RefusalReason, text: str) -> Refused:
-    """A refusal whose farewell tells the peer ``reason``; ``text`` stays here, for our own log."""
+    """A refusal whose farewell sends ``reason`` to the peer; ``text`` is for our own log only."""
     return Refused(text, reason, farewell=message_of(Kind.REFUSAL, reason.value.encode("ascii")))
 
 
 def malformed(what: str) -> Refused:
-    """A refusal of what no member sends."""
+    """The refusal of a message that no member sends."""
     return refuse(RefusalReason.MALFORMED, f"the peer broke the handshake's rules: {what}")
 
 
-# What strangers commonly say first, for a log line that helps.
+# The first bytes of common other protocols, so that the log line can name them.
 STRANGERS: Final = (
     (b"\x16\x03", "TLS"),
     (b"SSH-", "SSH"),

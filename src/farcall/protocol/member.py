@@ -1,8 +1,8 @@
-"""`Member`: what every member knows of another one, in the store, in the membership protocol and in the handshake.
+"""`Member`: the record of a member, in the store, in the membership protocol and in the handshake.
 
-A member is named by its *incarnation*: one number per start of one node, never used again by anybody. A name or a rank
-may be another member's tomorrow; nothing said of one incarnation ever applies to another. The number is an int
-everywhere; `incarnation_text` is its form for people and for public values.
+An *incarnation* identifies a member: one number per start of a node, never reused. A name or a rank may pass to another
+member; no claim about one incarnation ever applies to another. The number is an int everywhere; `incarnation_text` is
+its form for people and for public values.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Trust: TypeAlias = Literal["code", "calls", "data"]
 _Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 
 
-class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A member of a cluster, as all others know it.
 
-    ``addresses`` are as transports write them, the preferred one first. ``admission`` numbers the admissions to a group
-    without a fixed size, 0 for founders and in groups of fixed size. A name or a rank is given away again only when its
-    holder is dead or has left, so of two incarnations that share one, the later admission is the true holder.
-    ``trust`` is what it lets others send: code; calls of what its program has named (`farcall.allow`); or such calls
-    with plain data and tensors only, and no pickle at all.
+    ``addresses`` are in the form of their transports, the preferred one first. ``admission`` numbers the admissions to
+    a group without a fixed size; it is 0 for founders and in groups of fixed size. A name or a rank is given out again
+    only after its holder died or left, so of two incarnations that share one, the later admission is the true holder.
+    ``trust`` says what others may send: code; calls of functions that the program has named (`farcall.allow`); or such
+    calls with plain data and tensors only, and no pickle at all.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
@@ -42,7 +42,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 def new_incarnation(random_bits: int) -> int:
     """The incarnation made of 62 random bits.
 
-    Never small: where members come and go, references are counted by incarnations, and where they do not, by ranks.
+    Never small, so never equal to a rank: references are counted by incarnation in dynamic groups, else by rank.
     """
     return random_bits & (1 << 62) - 1 | 1 << 62
 

@@ -1,21 +1,21 @@
-"""Questions about what a worker does, and their answers; between members, and from an observer to a member.
+"""Questions about a worker's state, and their answers: between members, and from an observer to a member.
 
-An observer is not a member: it has no rank, nobody else sees it, and these three messages are all that it can send or
-get. It comes through the same door, with a key of its own that is made from the cluster's secret (`handshake.py`), and
-that cannot make it a member.
+An observer is not a member: it has no rank, members do not list it, and these three messages are all that it can send
+or receive. It uses the same port and handshake (`handshake.py`), with an observer's key derived from the cluster's
+secret, which does not admit it as a member.
 
     message   from -> to                         says
     Ask       observer -> member, or members     "tell me about ``subject``"; ``everyone``: and ask all others for me
     Roster    member -> observer                 "these are the workers that you will hear of": the first answer
-    Told      the asked -> who asked             one worker's answer
+    Told      the asked -> the asker             one worker's answer
 
-An answer's ``data`` is msgpack that only those who deal with the subject can read; an empty one says "I know of no such
-subject". Nothing here is ever unpickled.
+An answer's ``data`` is msgpack whose shape depends on the subject; empty ``data`` means "I know of no such subject".
+Nothing here is ever unpickled.
 
-Between members these are control messages. An observer's connection carries nothing else, each message behind its
-length in 4 bytes, big-endian; a member takes at most MAX_QUESTION_BYTES from it at a time.
+Between members these are control messages. An observer's connection carries nothing else; a length of 4 bytes,
+big-endian, precedes each message, and a member accepts questions of at most MAX_QUESTION_BYTES.
 
-Invariant: bytes cause no exception but ``ObservingError``, whatever the split of the stream.
+Invariant: decoding raises no exception but ``ObservingError``, whatever the bytes and the split of the stream.
 """
 
 from __future__ import annotations
@@ -26,19 +26,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from farcall.errors import NetworkError
-
-__all__ = [
-    "MAX_ANSWER_BYTES",
-    "MAX_QUESTION_BYTES",
-    "Ask",
-    "Message",
-    "MessageDecoder",
-    "ObservingError",
-    "Roster",
-    "Told",
-    "WorkerState",
-    "encode_framed",
-]
+from farcall.protocol.control import ControlMessage
 
 MAX_QUESTION_BYTES: Final = 64 * 1024
 MAX_ANSWER_BYTES: Final = 256 << 20
@@ -47,15 +35,11 @@ _LENGTH: Final = struct.Struct(">I")
 
 
 class ObservingError(NetworkError):
-    """The other end sent something that is no question and no answer."""
+    """The other end sent something that is neither a question nor an answer."""
 
 
-class _Control(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Base of the messages: immutable, and encoded as [tag, field, field ...]."""
-
-
-class Ask(_Control, frozen=True, tag=72):
-    """Tell me about ``subject``. ``number`` comes back with the answers."""
+class Ask(ControlMessage, frozen=True, tag=72):
+    """A question about ``subject``. Its answers repeat the ``number``."""
 
     number: int
     subject: str
@@ -63,8 +47,8 @@ class Ask(_Control, frozen=True, tag=72):
     everyone: bool = False
 
 
-class Told(_Control, frozen=True, tag=73):
-    """What ``worker`` has to say."""
+class Told(ControlMessage, frozen=True, tag=73):
+    """The answer of ``worker``."""
 
     number: int
     worker: str
@@ -72,16 +56,16 @@ class Told(_Control, frozen=True, tag=73):
 
 
 class WorkerState(msgspec.Struct, array_like=True, frozen=True):
-    """A member as the asked one sees it."""
+    """A member, as the member that was asked sees it."""
 
     name: str
     rank: int
     gone: str = ""
-    """Why nothing will be heard of it, if it is known to be gone."""
+    """Why no answer will come from it, if it is known to be gone."""
 
 
-class Roster(_Control, frozen=True, tag=74):
-    """Who is asked."""
+class Roster(ControlMessage, frozen=True, tag=74):
+    """The workers from which the observer will get answers."""
 
     number: int
     cluster_id: str
@@ -95,20 +79,20 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode_framed(message: Message) -> bytes:
-    """The bytes of one message on an observer's connection."""
+    """Encode one message for an observer's connection."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 class MessageDecoder:
-    """Bytes of an observer's connection in, messages out."""
+    """Decodes an observer's connection: bytes in, messages out. Mutable: the buffer of incomplete messages."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._buffer = bytearray()
 
     def receive(self, data: bytes | bytearray | memoryview) -> list[Message]:
-        """Take bytes; return the messages that are complete now."""
+        """Take bytes; return the messages that they complete."""
         buffer = self._buffer
         buffer += data
         found: list[Message] = []

@@ -1,24 +1,24 @@
-"""A conversation of two members that outlives its connections: which frames are sent again, and which never.
+"""A conversation of two members that outlives its connections: which frames are retransmitted, and which never.
 
-Each end counts the frames it received in full, and keeps those it wrote until the other end has counted them. After a
-break both ends say their count over a new connection, and each writes again what the other has not got: so every
+Each end counts the frames it received in full, and keeps the frames it wrote until the other end acknowledges them.
+After a break each end reports its count over a new connection and retransmits the frames that the other lacks. So every
 frame arrives once, in order, whatever the byte at which a connection broke.
 
     state      event                                          becomes
-    connected  the connection broke (``broke``)               broken: nothing is read or written, ``received`` is final
-    broken     a new connection to the same member            resuming: our ``received`` is told (``resume``)
+    connected  the connection broke (``broke``)               broken: no reads or writes, ``received`` is final
+    broken     a new connection to the same member            resuming: reports our ``received`` (``resume``)
     resuming   that connection broke, too (``broke``)         broken
-    resuming   the peer's count came (``resumed``)            connected: what the peer lacks is written again
+    resuming   the peer's count came (``resumed``)            connected: retransmits the frames that the peer lacks
     any        the peer is gone, is another incarnation, or
-               counts what was never written (``end``)        dead, for good; nothing is kept
+               counts frames never written (``end``)          dead for ever; keeps nothing
 
-Who writes a frame appends it to ``kept``, in the order of the wire and before its first byte leaves: that is all that
-a call pays. ``kept`` holds the bytes of a small frame, and an `Unkept` for a large one, whose memory is its sender's
-again as soon as the kernel has it. What comes in the place of an `Unkept` that is lost, it says itself.
+The writer of a frame appends it to ``kept``, in wire order and before its first byte leaves: that is the whole cost to
+a call. ``kept`` holds the bytes of a small frame, and an `Unkept` for a large one, whose memory the sender gets back
+as soon as the kernel has it. A lost `Unkept` names its own replacement.
 
-The receiver acknowledges every ACKNOWLEDGE_FRAMES frames or ACKNOWLEDGE_BYTES bytes, whichever comes first, so what is
-kept is bounded by that and by what the connection holds. No timers, no bytes, no threads in here: whoever writes holds
-the link's write lock, whoever counts is the link's reader, and `deque` bears both at once.
+The receiver acknowledges every ACKNOWLEDGE_FRAMES frames or ACKNOWLEDGE_BYTES bytes, whichever comes first; that, and
+the capacity of the connection, bound ``kept``. No timers, I/O or threads in here: the writer holds the link's write
+lock, the link's reader counts, and `deque` is safe for both at once.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ ACKNOWLEDGE_BYTES = 256 * 1024
 
 
 class SessionError(NetworkError):
-    """The two ends do not speak of the same conversation: it cannot go on."""
+    """The two ends disagree about the session: it cannot go on."""
 
 
 class State(Enum):
-    """See the table above."""
+    """The states of the table above."""
 
     CONNECTED = "connected"
     BROKEN = "broken"
@@ -50,13 +50,13 @@ class State(Enum):
 
 
 class Unkept(Protocol):
-    """A frame that was written and whose bytes are not kept."""
+    """A written frame whose bytes are not kept."""
 
     def lost(self) -> Sequence[Kept]:
-        """The peer has not got it: what is written in its place. Must neither block nor raise."""
+        """The frames to write in its place, since the peer lacks it. Must neither block nor raise."""
 
     def pieces(self) -> Sequence[Piece]:
-        """The bytes of one that ``lost`` gave again."""
+        """The bytes of a frame that ``lost`` returned."""
 
 
 Kept: TypeAlias = bytes | Unkept
@@ -68,26 +68,27 @@ class Session:
     __slots__ = ("acknowledged", "due_at", "due_at_bytes", "kept", "received", "sent_again", "state")
 
     def __init__(self) -> None:
+        # All fields are mutable: the writer appends to ``kept``, the reader counts and acknowledges.
         self.state: State = State.CONNECTED
         self.kept: deque[Kept] = deque()
-        """What was written and not acknowledged, oldest first."""
+        """Frames written and not yet acknowledged, oldest first."""
         self.acknowledged: int = 0
-        """How many of our frames the peer has, as far as it said so."""
+        """How many of our frames the peer has acknowledged."""
         self.received: int = 0
         """How many of the peer's frames came in full. Counted by the reader."""
         self.sent_again: int = 0
-        """How many of our frames the last resumption wrote again."""
+        """How many of our frames the last resumption retransmitted."""
         self.due_at: int = ACKNOWLEDGE_FRAMES
         self.due_at_bytes: int = ACKNOWLEDGE_BYTES
-        """An acknowledgement is due once so many frames or bytes have come."""
+        """An acknowledgement is due once this many frames or bytes have come."""
 
     def keep_nothing(self) -> None:
-        """For a conversation that has one connection only: nothing is kept, and no acknowledgement becomes due."""
+        """For a conversation over a single connection: keep no frame, and never let an acknowledgement become due."""
         self.kept = deque(maxlen=0)
         self.due_at = self.due_at_bytes = 1 << 62
 
     def acknowledgement(self, bytes_received: int) -> int:
-        """What to tell the peer now."""
+        """The count to acknowledge now; sets when the next acknowledgement is due."""
         self.due_at = self.received + ACKNOWLEDGE_FRAMES
         self.due_at_bytes = bytes_received + ACKNOWLEDGE_BYTES
         return self.received
@@ -97,25 +98,29 @@ class Session:
         more = count - self.acknowledged
         if more > 0:
             kept = self.kept
-            # No more than there are: one that was repeated on its way (a test's doing) may have been counted twice.
+            self.acknowledged = count  # before the pops: a concurrent `has_all` then overcounts, and never undercounts
+            # No more than are kept: the peer counts a frame twice if a test's transport duplicates it.
             for _ in range(min(more, len(kept))):
                 kept.popleft()
-            self.acknowledged = count
+
+    def has_all(self, received: int) -> bool:
+        """Does the peer, which reports ``received`` frames, have all that were written? Needs the write lock."""
+        return len(self.kept) + self.acknowledged == received
 
     def broke(self) -> None:
-        """The connection is gone, and nobody reads from it or writes to it any more."""
+        """The connection is gone; its reader and its writers have stopped."""
         if self.state is not State.DEAD:
             self.state = State.BROKEN
 
     def resume(self) -> int:
-        """There is a new connection to the same member: the count to tell it."""
+        """A new connection to the same member stands: the count to report over it."""
         if self.state is not State.BROKEN:
             raise SessionError(f"a session that is {self.state.value} cannot be resumed")
         self.state = State.RESUMING
         return self.received
 
     def resumed(self, received: int) -> list[Piece]:
-        """The peer has ``received`` frames: the pieces of all others, to be written first of all, and kept anew."""
+        """The peer has ``received`` frames: the pieces of all later ones, to write before anything else; kept anew."""
         if self.state is not State.RESUMING:
             raise SessionError(f"a session that is {self.state.value} was not to be resumed")
         missing = received - self.acknowledged
@@ -125,7 +130,7 @@ class Session:
             raise SessionError(f"the peer counts {received} frames, of {written} and not under {self.acknowledged}")
         self.on_acknowledged(received)
         self.state = State.CONNECTED
-        # In place: the writer has a reference to it.
+        # Change the deque in place: the writer holds a reference to it.
         lost = list(self.kept)
         self.kept.clear()
         pieces: list[Piece] = []
@@ -140,15 +145,15 @@ class Session:
         return pieces
 
     def end(self) -> None:
-        """The peer is dead, or does not speak of this session."""
+        """The peer is dead, or disagrees about this session."""
         self.state = State.DEAD
         self.kept.clear()
 
 
 def remains_of(notes: bytes, tickets: Sequence[Ticket]) -> bytes:
-    """What is left of a message that is lost: an answer to a call that nobody makes.
+    """The frame that replaces a lost message: a response to call 0, which nobody makes.
 
-    Leases of shared memory, references and recorded gradients are counted by both ends, and must not get lost alone:
-    the receiver of this reads nothing, runs nothing, and gives up what came with it.
+    Both ends count leases of shared memory, references and recorded gradients, so these must not get lost with the
+    message: the receiver of this frame reads no body, runs nothing, and releases what the notes and tickets carry.
     """
     return b"".join(encode_frame(RESPONSE, 0, 0, b"", without_creation(notes), b"", tickets))

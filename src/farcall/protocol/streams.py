@@ -1,15 +1,15 @@
-"""Streams: items that one member sends to another as they are made, in order, each once, no more than it may.
+"""Streams: items that one member sends to another as it makes them, in order, exactly once, within a window.
 
-Owns the messages of a stream and the two machines at its ends; knows neither items nor threads. A stream is numbered
-by its call (the callee writes), or by its writer (``outgoing``: an argument of a call, which the caller writes).
+Owns the messages of a stream and the two machines at its ends; knows neither items nor threads. A stream has the number
+of its call (the callee writes), or one chosen by its writer (``outgoing``: an argument of a call; the caller writes).
 
     message         way                  says
     `Part`          writer -> reader     in the head of a letter: which items are in it; whether the stream ends here
     `StreamCredit`  reader -> writer     how many items, and bytes, may have been sent in all by now
     `StreamClosed`  reader -> writer     nobody wants more of an outgoing stream (a call's is ended by cancelling it)
 
-A link delivers each message once. Small ones may pass large ones, so a part says the number of its first item, and the
-reader puts parts in order. Totals in a credit, not differences: the latest one counts, whatever became of others.
+A link delivers each message once. Small messages may pass large ones, so a part carries the number of its first item,
+and the reader puts parts in order. A credit holds totals, not differences: the latest counts, and others may be lost.
 
     writer     event                        becomes
     open       an item, and there is room   open; the item counts against the credit
@@ -24,8 +24,8 @@ reader puts parts in order. Totals in a credit, not differences: the latest one 
     open       the last part                ended, once all items before it have been taken
     open       the writer died              broken, once all items that came in order have been taken
 
-Room: a writer may send while the items sent are fewer than those granted, and the bytes, too. So a reader never holds
-more than its window of items, nor more than its window of bytes and one item; and the part that it hands out.
+Room: a writer may send while it has sent fewer items, and fewer bytes, than were granted. So besides the part that a
+reader is handing out, it never holds more than its window of items, nor more than its window of bytes plus one item.
 """
 
 from __future__ import annotations
@@ -35,49 +35,39 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-__all__ = [
-    "WINDOW_BYTES",
-    "WINDOW_ITEMS",
-    "Part",
-    "ReaderMachine",
-    "StreamClosed",
-    "StreamCredit",
-    "WriterMachine",
-    "decode_part",
-    "encode_part",
-]
+from farcall.protocol.control import ControlMessage
 
 WINDOW_ITEMS = 1024
 WINDOW_BYTES = 8 * 1024 * 1024
-"""How much may be on its way, or wait to be taken. The first credit of a call's stream.
+"""How much may be in transit or wait to be taken. The first credit of a call's stream.
 
-Items in shared memory go round in as many blocks as the window has. Of 8 MiB the processor's caches keep most: to copy
-1 MiB into one of 8 such blocks in turn takes 30 us, into one of 16 twice to three times as long.
+Items in shared memory cycle through as many blocks as the window has. Of 8 MiB the processor's caches keep most: copies
+of 1 MiB into 8 such blocks in turn take 30 us each, into 16 blocks two to three times as long.
 """
 
 T = TypeVar("T")
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True):
-    """The head of a letter with items."""
+    """The head of a letter that carries items."""
 
     number: int
     outgoing: bool
-    first: int  # the number of the first item in it, from 0
-    segments: list[tuple[int, int, int]]  # (items, bytes of the payload, buffers): each is pickled by itself
+    first: int  # the number of its first item, from 0
+    segments: list[tuple[int, int, int]]  # (items, bytes of the payload, buffers): each pickled separately
     last: bool = False  # no item follows; if the payload is not empty, it is the error that ended the stream
 
     @property
     def items(self) -> int:
-        """How many items are in it."""
+        """The number of items in this part."""
         items = 0
         for segment in self.segments:
             items += segment[0]
         return items
 
 
-class StreamCredit(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag=90):
-    """So much of a stream may have been sent, from its beginning."""
+class StreamCredit(ControlMessage, frozen=True, tag=90):
+    """The totals of items and bytes that the writer may send, counted from the stream's beginning."""
 
     number: int
     outgoing: bool
@@ -85,8 +75,8 @@ class StreamCredit(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
     size_bytes: int
 
 
-class StreamClosed(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag=91):
-    """Nobody reads that outgoing stream any more."""
+class StreamClosed(ControlMessage, frozen=True, tag=91):
+    """The reader of an outgoing stream has closed it."""
 
     number: int
 
@@ -98,7 +88,7 @@ decode_part: Callable[[bytes], Part] = msgspec.msgpack.Decoder(Part).decode
 
 
 class WriterMachine:
-    """What a writer has sent, and may send."""
+    """The totals that a writer has sent, and may send. Mutable: all four."""
 
     __slots__ = ("granted_bytes", "granted_items", "sent_bytes", "sent_items")
 
@@ -115,20 +105,23 @@ class WriterMachine:
         return self.sent_items < self.granted_items and self.sent_bytes < self.granted_bytes
 
     def send(self, items: int, size_bytes: int) -> int:
-        """Count items against the credit; the number of the first of them."""
+        """Count items against the credit; return the number of the first."""
         first = self.sent_items
         self.sent_items += items
         self.sent_bytes += size_bytes
         return first
 
     def on_credit(self, items: int, size_bytes: int) -> None:
-        """The reader grants so much, in all."""
+        """Accept the totals that the reader grants. Credits may arrive out of order, so the highest counts."""
         self.granted_items = max(self.granted_items, items)
         self.granted_bytes = max(self.granted_bytes, size_bytes)
 
 
 class ReaderMachine(Generic[T]):
-    """The order of the parts that arrive, and the credit for what was taken. A part is whatever the driver hands in."""
+    """Orders the parts that arrive, and grants credit for items taken. A part is whatever the driver hands in.
+
+    Mutable: the totals taken and granted, the next item expected, and the parts ahead of it.
+    """
 
     __slots__ = (
         "_ahead",
@@ -143,7 +136,7 @@ class ReaderMachine(Generic[T]):
     )
 
     def __init__(self, items: int = WINDOW_ITEMS, size_bytes: int = WINDOW_BYTES, *, granted: bool = True) -> None:
-        """``granted``: the writer knows of the first window without being told."""
+        """``granted``: the writer has the first window without a credit message."""
         self._window_items = items
         self._window_bytes = size_bytes
         self._granted_items = items if granted else 0
@@ -155,7 +148,7 @@ class ReaderMachine(Generic[T]):
         self._total: int | None = None
 
     def on_part(self, first: int, items: int, part: T) -> list[T]:
-        """A part came: those that can be taken now, in order."""
+        """Take a part that arrived; return the parts that are ready now, in order."""
         if first < self._next or first in self._ahead or items <= 0:
             return []
         self._ahead[first] = (items, part)
@@ -167,18 +160,18 @@ class ReaderMachine(Generic[T]):
         return found
 
     def on_last(self, total: int) -> None:
-        """There are so many items in all."""
+        """Note that the stream has ``total`` items."""
         self._total = total
 
     @property
     def complete(self) -> bool:
-        """Have all items come?"""
+        """Have all items arrived?"""
         return self._next == self._total
 
     def take(self, items: int, size_bytes: int) -> tuple[int, int] | None:
-        """So much was taken: the new credit, if the writer is to be told of it now.
+        """Count items taken; return a new credit if it should be sent now.
 
-        Told when half of a window is free: a message for every item would cost as much as the items.
+        A credit is due when half of a window is free: one message per item would cost as much as the items.
         """
         self.taken_items += items
         self._taken_bytes += size_bytes

@@ -1,37 +1,41 @@
-"""The arguments that wait for one batched function, or for one object's batched method; and the batch that runs.
+"""The queue of a batched function, or of one object's batched method: waiting arguments and the running batch.
 
-A batch begins when ``max_size`` arguments are there, or when the first of them has waited ``within_s``; one batch runs
-at a time, so under load the next one fills while one runs. No thread waits for a batch on behalf of a remote caller.
+A batch begins when ``max_size`` arguments wait, or when the first of them has waited ``within_s``. One batch runs at a
+time, so under load the next batch fills meanwhile. No thread waits for a batch on behalf of a remote caller.
 
     queue     event                          becomes    with
     idle      an argument                    waiting    a timer for ``within_s``
-    waiting   max_size are there, or timer   running    a worker runs the function for up to max_size
+    waiting   max_size are there, or timer   running    the function is run for up to max_size
     running   an argument                    running
     running   the function ends, none left   idle
     running   the function ends, some left   running, if they are due; else waiting
+
+A worker runs the function. If recent batches were brief, the I/O thread runs it instead, right behind the request that
+filled the batch (`Server.run_behind`). The thread that ran a batch answers its requests, in writes that double in size.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+import msgspec
 
 from farcall.errors import Cancelled, RpcError
-from farcall.rpc.outcome import raise_copy
-from farcall.runtime.calls.executor import FunctionTask
+from farcall.rpc.outcome import copied
+from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.calls.serving import Request
 from farcall.runtime.calls.turns import Turns
 from farcall.runtime.devices.streams import stamp
+from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
-from farcall.serialize import RECORDING
 
 if TYPE_CHECKING:
     from farcall.rpc.batches import Batches
@@ -46,48 +50,81 @@ class Rules:
         self.within_s: float = within_s
         self.again_alone: bool = again_alone
         self.is_async: bool = inspect.iscoroutinefunction(func)
+        self.key: bytes = f"batches of {func.__module__}.{func.__qualname__}".encode()
+        """The key of this function in the server's run times. No request can name this key."""
 
     def run(self, owner: Any, arguments: list[Any]) -> Any:
-        """The function's results for ``arguments``; of an ``async def``, a coroutine of them."""
+        """Return the function's results for ``arguments``; for an ``async def``, the coroutine."""
         return self.func(arguments) if owner is None else self.func(owner, arguments)
 
     def check(self, results: Any, count: int) -> list[Any]:
-        """``results`` as a list of the right length."""
+        """Return ``results`` as a list; raise if its length is not ``count``."""
         found = list(results)
         if len(found) != count:
             raise RpcError(f"{self.func.__qualname__}() returned {len(found)} results for a batch of {count}")
         return found
 
+    def run_alone(self, owner: Any, argument: Any) -> Any:
+        """Run a batch of one: return its result or raise its error."""
+        results = self.run(owner, [argument])
+        [result] = self.check(asyncio.run(results) if self.is_async else results, 1)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
 
 class RunningBatch(NamedTuple):
-    """A batch that runs now."""
+    """A batch that runs now, for stacks and debug output."""
 
     title: str
     callers: list[str]
     began_at: float
-    thread_id: int  # 0: an ``async def``, which has none
+    thread_id: int  # 0: an ``async def``, which runs on the event loop
 
 
-class Result(torch.futures.Future[Any]):
-    """The result of one argument. Those of a batch are answered together."""
+class CallHere:
+    """A local call of a batched function; the calling thread waits for the batch."""
 
-    completing_thread = 0  # see `results.py`
+    __slots__ = ("_done", "_error", "_outcome")
+
+    def __init__(self) -> None:
+        self._done = Gate()
+        self._outcome: list[Any] = []
+        self._error: BaseException | None = None
+
+    def answer(self, outcome: list[Any], more: bool = False) -> None:
+        """Like `Request.answer`."""
+        self._outcome = outcome
+        self._done.open()
+
+    def fail(self, error: BaseException) -> None:
+        """Like `Request.fail`."""
+        self._error = error
+        self._done.open()
+
+    def wait(self, node: Runtime) -> Any:
+        """Block until the batch is done; return the result or raise the error."""
+        with node.calls.waiting():
+            self._done.wait()  # no timeout: a direct call of the function has none either
+        if self._error is not None:
+            raise self._error
+        return self._outcome[0]
 
 
-class Item(NamedTuple):
-    owner: Any  # of a batched method; the same for all items of a queue
+class Item(msgspec.Struct):
+    owner: Any  # the object of a batched method; all items of a queue share it
     argument: Any
-    future: Result
+    caller: Request | CallHere
+    served: Request | None  # the caller itself, or the request whose function makes the local call
     came_at: float
-    served: Request | None
-    ready: Any  # on devices: what its batch must wait for
+    ready: Any  # with devices: the stamp that the batch waits for before it uses the argument
 
 
 class Queue:
-    """The arguments that wait for a batch of one function.
+    """The arguments that wait for a batch of one function. As a task of the executor, it runs one batch.
 
-    Mutable, under the lock: ``_waiting``, and ``_is_running``: does a worker run a batch, or is one asked to?
-    ``turns`` is the mailbox of an object whose calls run one at a time: a batch is one of them.
+    Mutable, under the lock: ``_waiting``, and ``_is_running``: does a batch run, or has one been submitted?
+    ``turns`` is the mailbox of an object whose calls run one at a time; a batch takes one turn, like a call.
     """
 
     def __init__(self, node: Runtime, batches: Batches, rules: Rules) -> None:
@@ -99,42 +136,43 @@ class Queue:
         self._is_running = False
         self.turns: Turns | None = None
 
-    def put(self, owner: Any, argument: Any, served: Request | None, turns: Turns | None) -> torch.futures.Future[Any]:
-        """Have ``argument`` be part of a batch; the future of its result."""
-        if RECORDING.get() is not None:
-            raise RpcError(
-                f"{self._rules.func.__qualname__}() is batched, and carries no gradients: call it outside of a "
-                "distributed autograd context"
-            )
+    @property
+    def expected_s(self) -> float:
+        """See `Task`."""
+        return self._node.server.inline.expected_s.get(self._rules.key, UNKNOWN_S)
+
+    def put(self, owner: Any, argument: Any, caller: Request | CallHere, served: Request | None = None) -> None:
+        """Queue ``argument`` for a batch, which answers ``caller``. ``served``: see `Item`."""
         devices = self._node.device_list
-        future = Result()
+        request = caller if isinstance(caller, Request) else None
         ready = stamp(argument, devices) if devices else None
-        item = Item(owner, argument, future, monotonic(), served, ready)
+        item = Item(owner, argument, caller, request or served, monotonic(), ready)
         with self._lock:
-            self.turns = self.turns or turns
+            if request is not None and self.turns is None:
+                self.turns = request.frame.turns
             self._waiting.append(item)
             begins = not self._is_running and len(self._waiting) >= self._rules.max_size
             is_first = not self._is_running and len(self._waiting) == 1
             self._is_running = self._is_running or begins
-        if begins:
+        if begins and request is not None and self.turns is None:
+            self._node.server.run_behind(request, self, self._rules.key)
+        elif begins:
             self._submit()
         elif is_first:
             self._batches.begin_when_due(self)
-        return future
 
     def _submit(self) -> None:
-        """Have a worker run a batch, in its turn."""
-        run = FunctionTask(self.run, self.drop)
+        """Have a worker run a batch; for a serial object, when the batch has its turn."""
         if self.turns is None:
-            self._node.server.submit(run)
-        elif self.turns.enter(run):
+            self._node.server.submit(self)
+        elif self.turns.enter(self):
             self._node.server.submit(self.turns)
 
     def begin_if_due(self, now: float) -> float:
-        """Begin a batch if the first item has waited long enough; when to ask again. On any thread, never blocks."""
+        """Begin a batch if the first item has waited ``within_s``; return when to ask again. Never blocks."""
         with self._lock:
             if self._is_running or not self._waiting:
-                return NEVER  # the end of the running one, or the next item, sees to it
+                return NEVER  # `ended`, or the next `put`, asks again
             due = self._waiting[0].came_at + self._rules.within_s
             if due > now:
                 return due
@@ -143,33 +181,37 @@ class Queue:
         return NEVER
 
     def take(self) -> list[Item]:
-        """The items of the next batch; what was cancelled meanwhile is left out."""
+        """Take the items of the next batch. Cancelled items fail here and are left out."""
         now = monotonic()
         with self._lock:
             items = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._rules.max_size))]
         wanted = []
         for item in items:
             if item.served is not None and item.served.cancelled:
-                item.future.set_exception(Cancelled("its caller no longer waits for it"))
+                item.caller.fail(Cancelled("its caller no longer waits for it"))
             else:
                 wanted.append(item)
         if wanted:
             self._batches.count(self._rules, wanted, now)
         return wanted
 
-    def run(self) -> None:
-        """On a worker: run one batch, then see to the next."""
+    def run(self, more: bool) -> None:
+        """Run one batch, then begin the next if it is due. On a worker, or on the I/O thread if batches are brief."""
+        began = perf_counter()
         items = self.take()
         if not items:
             self.ended()
             return
-        for item in items:
-            if item.ready is not None:
-                item.ready.wait()
-        self._show(items)
+        requests = [item.served for item in items if item.served is not None]
+        self._show(requests, len(items))
+        have_arrived = False
         try:
+            for item in items:
+                if item.ready is not None:
+                    item.ready.wait()
+            have_arrived = True
             arguments = [item.argument for item in items]
-            profile = next((item.served.profile for item in items if item.served and item.served.profile), None)
+            profile = next((request.profile for request in requests if request.profile is not None), None)
             if profile is None or self._rules.is_async:
                 results = self._rules.run(items[0].owner, arguments)
             else:
@@ -183,18 +225,21 @@ class Queue:
                 return
             results = self._rules.check(results, len(items))
         except BaseException as error:
-            self._fail(items, error)
+            if have_arrived and self._rules.again_alone and len(items) > 1:
+                self._run_each(items)
+            else:
+                self._hand_out(items, [error] * len(items))
         else:
             self._hand_out(items, results)
+        self._node.server.inline.ran(self._rules.key, perf_counter() - began)
         self.ended()
 
-    def _show(self, items: list[Item]) -> None:
-        """Let others see what runs: in stacks the batch, in traces each call with the size of its batch."""
-        title = f"{self._rules.func.__qualname__} (batch of {len(items)})"
-        requests = [item.served for item in items if item.served is not None]
+    def _show(self, requests: list[Request], count: int) -> None:
+        """Publish the running batch: stacks show the batch, traces show each call with the size of its batch."""
+        title = f"{self._rules.func.__qualname__} (batch of {count})"
         for request in requests:
             request.function_name = title
-        callers = sorted({request.caller.name for request in requests})
+        callers = sorted({request.peer.info.name for request in requests})
         thread_id = 0 if self._rules.is_async else threading.get_ident()
         self._batches.running[self] = RunningBatch(title, callers, monotonic(), thread_id)
 
@@ -206,35 +251,38 @@ class Queue:
         self._hand_out(items, results)
         self.ended()
 
-    def _fail(self, items: list[Item], error: BaseException) -> None:
-        """A batch failed: all of it, or those that fail by themselves, too."""
-        if len(items) == 1 or not self._rules.again_alone:
-            self._hand_out(items, [error] * len(items))
-            return
+    def _run_each(self, items: list[Item]) -> None:
+        """Run the items of a failed batch one by one, so that an error reaches only the callers that cause it."""
         for item in items:
             try:
-                result = self._rules.check(self._rules.run(item.owner, [item.argument]), 1)
-            except BaseException as alone:
-                result = [alone]
-            self._hand_out([item], result)
+                result = self._rules.run_alone(item.owner, item.argument)
+            except BaseException as error:
+                result = error
+            self._hand_out([item], [result])
 
     def _hand_out(self, items: Sequence[Item], results: Sequence[Any]) -> None:
         """Give each caller its own result, or error."""
-        here = threading.get_ident()
-        for item, result in zip(items, results, strict=True):
-            item.future.completing_thread = here
-            if isinstance(result, Exception):
-                # One error for several callers: each gets a copy, with its own traceback.
-                item.future._set_unwrap_func(raise_copy)
-                item.future.set_result(result)
-            elif isinstance(result, BaseException):
-                item.future.set_exception(RpcError(f"{type(result).__name__}: {result}"))
-            else:
-                item.future.set_result(result)
-        self._node.server.flush()
+        server = self._node.server
+        for count, (item, result) in enumerate(zip(items, results, strict=True), 1):
+            try:
+                if isinstance(result, Exception):
+                    # One error for several callers: each gets a copy.
+                    item.caller.fail(copied(result).with_traceback(result.__traceback__))
+                elif isinstance(result, BaseException):
+                    item.caller.fail(RpcError(f"{type(result).__name__}: {result}"))
+                else:
+                    item.caller.answer([result], True)
+            except BaseException as error:  # the class of an error may raise anything when it is copied or shown
+                item.caller.fail(RpcError(f"{type(result).__name__}, which raises {type(error).__name__} when shown"))
+            if count & (count + 1) == 0:
+                # Flush after 1, 3, 7 ... answers: callers read the first answers while this thread encodes the next,
+                # and the number of writes stays logarithmic. With a single write at the end, callers would sleep
+                # until the last answer is encoded.
+                server.flush()
+        server.flush()
 
     def ended(self) -> None:
-        """A batch is done: begin the next one, if it is full or due."""
+        """A batch is done: begin the next one if it is full; otherwise when it is due."""
         self._batches.running.pop(self, None)
         with self._lock:
             self._is_running = begins = len(self._waiting) >= self._rules.max_size
@@ -244,9 +292,10 @@ class Queue:
             self._batches.begin_when_due(self)
 
     def drop(self) -> None:
-        """The node ended first."""
+        """Fail all waiting items: the node ended before their batch ran."""
         with self._lock:
             items = list(self._waiting)
             self._waiting.clear()
+            self._is_running = False  # a later item must reach `begin_when_due`, which drops it; no batch will end
         for item in items:
-            item.future.set_exception(Cancelled("the node shut down before the batch ran"))
+            item.caller.fail(Cancelled("the node shut down before the batch ran"))

@@ -1,6 +1,6 @@
-"""`batched`: a function that many call with one argument each, and that runs once for many of them.
+"""`batched`: many callers pass one argument each; the function runs once for a list of their arguments.
 
-Owns the decorator and the queues of a node. What becomes of the arguments in a queue is in `batch_queue.py`.
+Owns the decorator and the table of a node's queues. `batch_queue.py` runs the batches.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from time import monotonic
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 from weakref import ref
 
-import torch
-
-from farcall.errors import NotInitialized
-from farcall.rpc.batch_queue import Item, Queue, Rules, RunningBatch
-from farcall.runtime.calls.results import MarkedResult
-from farcall.runtime.calls.scope import CURRENT
+from farcall.errors import NotInitialized, RpcError
+from farcall.rpc.batch_queue import CallHere, Item, Queue, Rules, RunningBatch
+from farcall.rpc.outcome import running_loop
+from farcall.runtime.calls.results import Entrusted
+from farcall.runtime.calls.scope import CURRENT, Scope
 from farcall.runtime.calls.serving import Request
-from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime, current_runtime
+from farcall.serialize import RECORDING
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -31,7 +30,7 @@ S = TypeVar("S")
 
 
 class Decorator(Protocol):
-    """What `batched` returns: from a function of a list to a function of one item."""
+    """The type of ``batched(...)``: turns a function of a list into a function of one item."""
 
     @overload
     def __call__(self, func: Callable[[list[A]], Coroutine[Any, Any, Sequence[R]]], /) -> Callable[[A], R]: ...
@@ -44,16 +43,16 @@ class Decorator(Protocol):
 
 
 def batched(*, max_size: int = 64, within_s: float = 0.002, again_alone: bool = False) -> Decorator:
-    """Decorate a function, or method, of a list of arguments: callers pass one argument and get its own result.
+    """Decorate a function or method that takes a list of arguments: each caller passes one and gets its own result.
 
     The function returns one result for each argument, in order. An exception among the results is raised to that
-    caller alone; one that the function raises goes to all callers of the batch.
+    caller alone. An exception that the function raises goes to all callers of the batch.
 
     Args:
-        max_size: the most arguments of one run.
-        within_s: how long the first argument of a batch waits for others.
+        max_size: the largest number of arguments in one batch.
+        within_s: how long the first argument of a batch waits for more.
         again_alone: when a batch of several fails, run the function again for each argument by itself, so that only
-            those fail that must. For functions that may run twice.
+            the arguments that cause an error fail. For functions that may run twice.
     """
     if max_size < 1:
         raise ValueError(f"max_size must be at least 1, not {max_size!r}")
@@ -73,110 +72,116 @@ def batched(*, max_size: int = 64, within_s: float = 0.002, again_alone: bool = 
             if len(args) != parameters:
                 raise TypeError(f"{func.__qualname__}() is batched and takes one argument, not {len(args)}")
             owner, argument = (None, args[0]) if parameters == 1 else args
+            if rules.is_async and running_loop() is not None:
+                raise RpcError(
+                    f"{func.__qualname__}() is a batched async def, called on an event loop, which it would block: "
+                    f"await farcall.worker(name).start({func.__qualname__}, ...), with the name of this worker"
+                )
             try:
                 node = current_runtime()
             except NotInitialized:
-                return rules.run(owner, [argument])[0]  # nobody else can call: a program without a cluster, a test
+                return rules.run_alone(owner, argument)  # no node, no other callers: a plain program, or a test
             queue = node.part(Batches).queue(rules, owner)
-            served = _served()
-            if sys._getframe(1).f_globals.get("__name__", "").startswith("farcall."):
-                # farcall itself calls, for a remote caller: the answer comes later.
-                return MarkedResult(queue.put(owner, argument, served, None if served is None else served.frame.turns))
-            if queue.turns is not None and served is not None and served.frame.turns is queue.turns:
-                return rules.run(owner, [argument])[0]  # another method of an object, which has the turn: nobody waits
-            return _wait(node, queue.put(owner, argument, served, None))
+            scope = CURRENT.get()
+            served = scope if scope is None or isinstance(scope, Request) else _request_of(scope)
+            for_caller = served is not None and sys._getframe(1).f_globals.get("__name__", "").startswith("farcall.")
+            if served is not None and not for_caller and queue.turns is not None and served.frame.turns is queue.turns:
+                # Another method of the same serial object calls. It has the turn, so a batch would wait for ever.
+                return rules.run_alone(owner, argument)
+            if RECORDING.get() is not None:
+                raise RpcError(
+                    f"{func.__qualname__}() is batched, and carries no gradients: call it outside of a distributed "
+                    "autograd context"
+                )
+            if for_caller:  # farcall calls on behalf of a remote caller: the batch answers it, no thread waits
+                return Entrusted(functools.partial(queue.put, owner, argument))
+            here = CallHere()
+            queue.put(owner, argument, here, served)
+            return here.wait(node)
 
         return call
 
     return decorate
 
 
-def _served() -> Request | None:
-    """The request whose function this thread runs, if it runs one."""
-    scope = CURRENT.get()
-    served = None if scope is None else scope.served
-    return served if isinstance(served, Request) else None
-
-
-def _wait(node: Runtime, future: torch.futures.Future[Any]) -> Any:
-    done = Gate()
-    future.add_done_callback(lambda _: done.open())
-    with node.calls.waiting():
-        done.wait()  # bounded by the function, as a direct call of it is
-    return future.value()
+def _request_of(scope: Scope) -> Request | None:
+    """The request whose function runs in ``scope``, if one does."""
+    return scope.served if isinstance(scope.served, Request) else None
 
 
 class BatchCounts(NamedTuple):
-    """The batches of one function so far."""
+    """Totals of one function's batches."""
 
     runs: int = 0
     items: int = 0
     largest: int = 0
-    waited_s: float = 0.0  # all items together, before their batch began
+    waited_s: float = 0.0  # sum over all items, from arrival to the begin of their batch
 
 
 class _Owner(ref[Any]):
-    """An object by its identity: two that are equal have methods of their own."""
+    """A weak reference to an object and the queues of its methods. By identity: equal objects do not share queues."""
 
-    __slots__ = ("_number",)
+    __slots__ = ("number", "queues")
 
     def __init__(self, owner: Any, forget: Callable[[_Owner], None]) -> None:
         super().__init__(owner, forget)  # type: ignore[call-arg]
-        self._number = id(owner)
-
-    def __hash__(self) -> int:
-        return self._number
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, _Owner) and self() is not None and self() is other())
+        self.number: int = id(owner)
+        self.queues: dict[Rules, Queue] = {}
 
 
 class Batches:
-    """The queues of one node, ``node.part(Batches)``."""
+    """The queues of one node, ``node.part(Batches)``.
+
+    Mutable: the tables of queues and ``counts``, under the lock; ``running`` and ``_due``, by single atomic operations.
+    """
 
     def __init__(self, node: Runtime) -> None:
         self._node = node
         self._lock = threading.Lock()
         self._functions: dict[Rules, Queue] = {}
-        self._methods: dict[_Owner, dict[Rules, Queue]] = {}
+        self._methods: dict[int, _Owner] = {}  # by id(), which Python does not reuse before `_forget` has run
         self.counts: dict[str, BatchCounts] = {}
         self.running: dict[Queue, RunningBatch] = {}
-        self._due: set[Queue] = set()  # those whose first item waits for its time
+        self._due: set[Queue] = set()  # queues whose first item waits for ``within_s`` to pass
         self._ended = False
         self._timer = node.timer(self._begin_due)
         node.hooks.ended.append(self._end)
 
     def queue(self, rules: Rules, owner: Any) -> Queue:
         """The queue of a function, or of a method of ``owner``."""
-        with self._lock:
-            queues = self._functions
-            if owner is not None:
-                queues = self._methods.setdefault(_Owner(owner, self._forget), {})
-            found = queues.get(rules)
-            if found is None:
-                found = queues[rules] = Queue(self._node, self, rules)
-            return found
+        queues = self._functions
+        if owner is not None:
+            entry = self._methods.get(id(owner))
+            if entry is None:
+                with self._lock:
+                    entry = self._methods.setdefault(id(owner), _Owner(owner, self._forget))
+            queues = entry.queues
+        found = queues.get(rules)
+        if found is None:
+            with self._lock:
+                found = queues.setdefault(rules, Queue(self._node, self, rules))
+        return found
 
     def _forget(self, owner: _Owner) -> None:
-        self._methods.pop(owner, None)  # inside a garbage collection: no lock
+        self._methods.pop(owner.number, None)  # runs inside a garbage collection, so it must not take the lock
 
     def begin_when_due(self, queue: Queue) -> None:
-        """Have ``queue`` begin its next batch when it is due."""
+        """Begin the next batch of ``queue`` now, or set the timer for it."""
         due = queue.begin_if_due(monotonic())
         if due != NEVER:
             self._due.add(queue)
             self._timer.at(due)
-            if self._ended:  # after the line above: the timer of a node that has ended calls nobody
+            if self._ended:  # checked last: either `_end` finds the queue in ``_due``, or this line sees the flag
                 queue.drop()
 
     def _begin_due(self, now: float) -> float:
-        """On the I/O thread."""
+        """On the I/O thread: begin all batches that are due."""
         nearest = NEVER
         for queue in list(self._due):
             due = queue.begin_if_due(now)
             if due == NEVER:
                 self._due.discard(queue)
-                due = queue.begin_if_due(now)  # an item may have come before the line above
+                due = queue.begin_if_due(now)  # again: another thread may have added an item before the discard
                 if due != NEVER:
                     self._due.add(queue)
             nearest = min(nearest, due)
@@ -188,9 +193,9 @@ class Batches:
             queue.drop()
 
     def count(self, rules: Rules, items: Sequence[Item], now: float) -> None:
-        """A batch begins."""
+        """Count a batch that begins ``now``."""
         name = rules.func.__qualname__
         with self._lock:
             runs, total, largest, waited_s = self.counts.get(name, BatchCounts())
-            waited_s += sum(now - item.came_at for item in items)
+            waited_s += sum([now - item.came_at for item in items])
             self.counts[name] = BatchCounts(runs + 1, total + len(items), max(largest, len(items)), waited_s)

@@ -1,8 +1,7 @@
-"""A call: from a function and its arguments to a request, and from its answer to a result.
+"""A synchronous call: encodes a function and its arguments as a request, and decodes the answer to a result.
 
-The hot path of the caller's side. A request carries its function in a segment of its own where it can be named (then
-both sides cache it), else inside the pickled arguments. Calls whose outcome somebody else waits for are futures
-(`future.py`).
+The hot path of the caller's side. A request carries a function that has a name in a segment of its own, which both
+sides cache; any other function is pickled with the arguments. Asynchronous calls are futures (`future.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from farcall.serialize import RECORDING, decode_failure, encode_function, read_v
 
 UNSET_TIMEOUT = -1.0
 LONGEST_S = 1e9
-"""Whoever may wait for thirty years waits without a limit."""
+"""A longer timeout, about thirty years, counts as no limit."""
 
 
 def call_sync(
@@ -37,7 +36,10 @@ def call_sync(
     timeout_s: float | None,
     refusable: bool = True,
 ) -> Any:
-    """Call ``func`` on ``to`` and return its result. ``refusable``: as the node's option ``when_overloaded`` says."""
+    """Call ``func`` on ``to`` and return its result.
+
+    ``refusable``: an overloaded callee may refuse the call, if the node's option ``when_overloaded`` says so.
+    """
     peer = node.peer(to)
     timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
     profile = PROFILING.begin_call(node, peer, "sync", func, None) if is_profiled() or PROFILING.everywhere else None
@@ -49,7 +51,7 @@ def call_sync(
 
 
 def check_timeout(seconds: float | None) -> float:
-    """``seconds``, if a call may take so long. None: without limit, whatever its caller's; so is 0, as in torch."""
+    """Return ``seconds``, checked. None: no limit, not even that of the call being served. 0: no limit, as in torch."""
     if seconds is None:
         return NEVER
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
@@ -62,7 +64,7 @@ def check_timeout(seconds: float | None) -> float:
 def encode_request(
     peer: Peer, func: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
 ) -> Frame:
-    """The request for ``func(*args, **kwargs)``, in the distributed autograd context that the caller is in."""
+    """Encode the request for ``func(*args, **kwargs)``, in the caller's distributed autograd context."""
     if args.__class__ is not tuple and args is not None and not isinstance(args, list | tuple):
         raise TypeError(f"args must be a tuple or a list, not {type(args).__name__}: for one argument write args=(x,)")
     if kwargs.__class__ is not dict and kwargs is not None and not isinstance(kwargs, Mapping):
@@ -83,21 +85,21 @@ def encode_request(
 
 
 def plain_request(peer: Peer, function: bytes, payload: bytes = b"") -> Frame:
-    """A request whose payload holds no tensor and no reference."""
+    """Make a request whose payload holds no tensor and no reference."""
     frame = Frame(REQUEST, 0, 0, function, b"", payload)
     recording = RECORDING.get()
     if recording is not None and recording.admits(peer):
-        # The callee runs the function in the context all the same: its result may need a gradient.
+        # The callee enters the context even without tensors in the request: its result may need a gradient.
         frame.recording = recording
         recording.record_send(peer, [])
     return frame
 
 
 def send(calls: CallTable, call: PendingCall, frame: Frame) -> None:
-    """Send the request of ``call``, whose outcome somebody else waits for.
+    """Send the request of ``call``, an asynchronous call.
 
-    What the network does to it is its outcome, like any other end of the link: a loop over workers is not torn by a
-    dead one. Other errors are raised.
+    A network error becomes the outcome of the call, as if the link had failed later: a dead worker does not break a
+    loop that sends to many. Other errors are raised.
     """
     try:
         calls.send(call, frame)
@@ -110,7 +112,7 @@ def send(calls: CallTable, call: PendingCall, frame: Frame) -> None:
 
 
 def read_answer(frame: Frame, peer: Peer) -> Any:
-    """The value in an answer, or the failure in it, raised."""
+    """Return the value in an answer, or raise the failure in it."""
     if frame.kind == FAILURE:
         raise refusal(frame, peer) if frame.flags & REFUSED else decode_failure(frame, peer)
     return read_value(frame, peer)

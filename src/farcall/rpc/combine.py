@@ -1,6 +1,6 @@
-"""Several futures at once: all of them, and each as it completes.
+"""Waiting for several futures: for all of them, or for each as it completes.
 
-Owns no thread: whoever waits is woken by the futures themselves. Public as `farcall.gather` and `farcall.as_completed`.
+Owns no thread: the futures themselves wake the waiters. Public as `farcall.gather` and `farcall.as_completed`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ T = TypeVar("T")
 
 
 class Gathered(DerivedFuture[T]):
-    """The results of several futures, in their order; done with the last of them, or with the first error."""
+    """The results of several futures, in their order; done when the last of them is done, or at the first error.
+
+    Mutable, under the lock: ``_left``, the number of futures that are not done; 0 once this one is done.
+    """
 
     def __init__(self, futures: tuple[Outcome[Any], ...]) -> None:
         super().__init__()
@@ -43,20 +46,20 @@ class Gathered(DerivedFuture[T]):
             last = self._left == 0
             if self._left < 0 or not (failure is not None or last):
                 return
-            self._left = 0  # done: what comes later changes nothing
+            self._left = 0  # done: futures that complete later find a negative count and change nothing
         if failure is not None:
             self.fail(failure)
         else:
             self.set_result(tuple(future.value() for future in self._futures))  # type: ignore[arg-type]
 
     def cancel(self) -> bool:
-        """Cancel all that are not done."""
-        cancelled = [future.cancel() for future in self._futures]  # all of them, not up to the first
+        """Cancel all futures that are not done."""
+        cancelled = [future.cancel() for future in self._futures]  # a list: any() alone would stop at the first
         return any(cancelled)
 
 
 class Tell:
-    """A gate that hands its future to a function."""
+    """A gate that calls a function with its future."""
 
     __slots__ = ("_future", "_tell")
 
@@ -79,25 +82,29 @@ def gather(
 @overload
 def gather(*futures: Outcome[T]) -> Gathered[tuple[T, ...]]: ...
 def gather(*futures: Outcome[Any]) -> Gathered[Any]:
-    """A future of all results, in the order of ``futures``; or of the first error, as soon as there is one.
+    """Return a future of all results, in the order of ``futures``. The first error completes it at once.
 
-    ``gather(f, g).result(timeout=2)``, or ``await gather(f, g)``. Cancelling it cancels all of them; an error of one
-    leaves the others as they are.
+    ``gather(f, g).result(timeout=2)``, or ``await gather(f, g)``. Cancelling it cancels all of ``futures``; an error
+    of one does not affect the others.
     """
+    _check_futures("gather", futures)
     return Gathered(futures)
 
 
 class Completions(Generic[F]):
-    """Futures in the order in which they complete, for ``for`` and for ``async for``."""
+    """Futures in the order in which they complete, for ``for`` and for ``async for``.
 
-    def __init__(self, futures: Iterable[F], timeout: float | None) -> None:
+    Mutable: ``_arrived``, to which any thread puts completed futures; ``_left``, the number not yet given out;
+    ``_gate``, where a coroutine waits.
+    """
+
+    def __init__(self, futures: list[F], timeout: float | None) -> None:
         self._arrived: SimpleQueue[F] = SimpleQueue()
         self._gate: Opens | None = None
         self._timeout = timeout
         self._deadline = NEVER if timeout is None else monotonic() + timeout
-        given = list(dict.fromkeys(futures))
-        self._left = len(given)
-        for future in given:
+        self._left = len(futures)
+        for future in futures:
             future.when_done(Tell(self._on_done, future))
 
     def _on_done(self, future: F) -> None:
@@ -133,7 +140,8 @@ class Completions(Generic[F]):
         while True:
             gate = self._gate = LoopGate(loop)
             try:
-                found = self._arrived.get_nowait()  # after the gate is there: `_on_done` puts first and opens then
+                # Only after the gate is set: `_on_done` puts first and opens then, so no completion is missed.
+                found = self._arrived.get_nowait()
             except Empty:
                 try:
                     await asyncio.wait_for(gate.passed, _seconds_until(self._deadline))
@@ -148,11 +156,20 @@ class Completions(Generic[F]):
 
 
 def as_completed(futures: Iterable[F], timeout: float | None = None) -> Completions[F]:
-    """The same futures, each as soon as it is done: ``for f in as_completed(fs)``, or ``async for``.
+    """Iterate over ``futures``, each as soon as it is done: ``for f in as_completed(fs)``, or ``async for``.
 
-    ``timeout`` in seconds is for all of them together; then ``TimeoutError`` is raised, and the calls go on.
+    ``timeout``: seconds for all of them together. After that the iterator raises ``TimeoutError``; the calls go on.
     """
-    return Completions(futures, timeout)
+    given = list(dict.fromkeys(futures))
+    _check_futures("as_completed", given)
+    return Completions(given, timeout)
+
+
+def _check_futures(name: str, given: Iterable[object]) -> None:
+    for one in given:
+        if not isinstance(one, Outcome):
+            hint = f": write {name}(*futures)" if isinstance(one, list | tuple) else ""
+            raise TypeError(f"{name} takes futures of farcall, not a {type(one).__name__}{hint}")
 
 
 def _seconds_until(deadline: float) -> float | None:

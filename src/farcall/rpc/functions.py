@@ -17,14 +17,14 @@ from farcall.serialize.rebuild import find_script_function
 P = ParamSpec("P")
 R = TypeVar("R")
 Awaited = Coroutine[Any, Any, R] | torch.futures.Future[R]
-"""What the callee awaits before it answers, so that the caller gets an R."""
+"""A result that the callee awaits before it answers; the caller gets an R."""
 
 
 def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
     """Mark ``fn``, which returns a ``torch.futures.Future``: the caller gets the value of the future.
 
-    No thread waits for the future. Works together with ``@staticmethod`` and ``@classmethod``, in either order, and on
-    methods that are called through a reference.
+    No thread waits for the future. Combines with ``@staticmethod`` and ``@classmethod``, in either order, and works
+    for methods that are called through a reference.
     """
     if isinstance(fn, staticmethod | classmethod):
         return type(fn)(async_execution(fn.__func__))
@@ -40,7 +40,7 @@ def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 class AsyncScriptFunction:
-    """A marked TorchScript function. It travels by the qualified name of the TorchScript function inside."""
+    """A marked TorchScript function. It is pickled as the qualified name of the function inside."""
 
     def __init__(self, function: Any) -> None:
         self.function = function

@@ -1,9 +1,9 @@
-"""The future of a call: an `Outcome` whose wait reads the answer itself, and that can end the call.
+"""The future of a call: an `Outcome` whose waiting thread reads the link itself, and that can cancel the call.
 
-Callbacks are user code, and the thread that reads an answer must never run user code that may take long: so a future
-that Python callbacks were attached to, or whose value names classes, is completed by a worker thread, and only others
-by the reader at once. (Chains that torch makes in C++, such as ``collect_all``, are invisible here; they run on the
-reader, under the watch of `reader.py`.)
+Callbacks are user code, and the thread that reads a link must never run user code that may take long. So a worker
+thread completes a future that has Python callbacks, or whose value names classes; the reader completes all others at
+once. (Chains that torch makes in C++, such as ``collect_all``, are invisible here. They run on the reader, and
+`reader.py` watches how long they take.)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import has_devices, read_value, takes_long
+from farcall.serialize import FLAT_FORM, has_devices, read_value, takes_long
 
 if TYPE_CHECKING:
     from farcall.runtime.node import Runtime
@@ -49,13 +49,17 @@ _NONE_YET: Any = object()
 
 
 class Future(Outcome[T], PendingCall):
-    """The outcome of one call that goes on while its caller does something else."""
+    """The outcome of one asynchronous call.
+
+    Mutable: ``arrived``, the value or error, once; ``_waiters``, gates to open then; ``_frame``, an answer that a
+    worker is to read.
+    """
 
     settle: Callable[[Any, Any], None] = staticmethod(torch._C.Future.set_result)
-    """How a future is given its value: so that TorchScript can use it, where that is in use."""
+    """How a future gets its value. `farcall.torchscript` replaces it, so that TorchScript can use the value."""
     thread_id: int  # of the thread that waits
     _value: Any = _NONE_YET
-    """The result once it is there, as torch has it too: to ask torch for it takes four times as long."""
+    """A copy of the result that torch's future holds: to ask torch for it takes four times as long."""
 
     def __init__(self, node: Runtime, peer: Peer, what: Callable[..., Any], timeout_s: float) -> None:
         _make_future(self, [])
@@ -74,7 +78,7 @@ class Future(Outcome[T], PendingCall):
         self.call_id = 0
 
     def __repr__(self) -> str:
-        # Never the value itself: it may be large, and its own repr may be anything.
+        # Never the value itself: it may be large, and its repr may run any code.
         if not self.done():
             state = f"pending, {max(0.0, self.deadline - monotonic()):.3g} s left" if self.timeout_s else "pending"
         else:
@@ -96,7 +100,7 @@ class Future(Outcome[T], PendingCall):
                 if not self.arrived:
                     self.peer.help_until(self, self.deadline if self.deadline < until else until)
                 if self._value is _NONE_YET and not self.done():
-                    # Not torch's own wait: it does not listen to Ctrl-C.
+                    # Not torch's own wait: Ctrl-C does not interrupt it.
                     finished = Gate()
                     self.when_done(finished)
                     finished.wait(-1 if timeout is None else max(0.0, until - monotonic()))
@@ -106,22 +110,22 @@ class Future(Outcome[T], PendingCall):
                             "the call continues (cancel() ends it)"
                         )
         if self._stamp is not None:
-            self._stamp.wait()  # the current streams do, the host does not
+            self._stamp.wait()  # blocks the current device streams, not this thread
         return torch.futures.Future.wait(self) if self._value is _NONE_YET else self._value
 
     def when_done(self, gate: Opens) -> None:
         self._waiters.append(gate)
-        if self.done():  # `_wake` may have looked before
+        if self.done():  # checked after the append: `_wake` may have run just before it
             self._wake()
 
     def value(self) -> T:
-        """The result of a future that is done, or its error, raised."""
+        """Return the result of a future that is done, or raise its error."""
         if self._stamp is not None:
             self._stamp.wait()
         return super().value()
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
-        """A future of ``callback(self)``; it runs on a worker thread, or here if this one is done."""
+        """Return a future of ``callback(self)``, which runs on a worker thread, or here if this future is done."""
         check_callable(callback)
         derived: DerivedFuture[S] = DerivedFuture(self._node.device_list)
         self._has_callbacks = True
@@ -129,20 +133,20 @@ class Future(Outcome[T], PendingCall):
         return derived
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
-        """Run ``callback(self)`` when done: on a worker thread, or here if this one is done.
+        """Run ``callback(self)`` when done: on a worker thread, or here if this future is done.
 
-        Added by code on a running event loop, it runs there.
+        A callback that is added on a running event loop runs on that loop.
         """
         self._has_callbacks = True
         super().add_done_callback(callback)
 
     def _loop_for_callbacks(self) -> asyncio.AbstractEventLoop | None:
-        return running_loop() if self._node.options.inherit else None  # torch knows no loops
+        return running_loop() if self._node.options.inherit else None  # torch.distributed.rpc knows no event loops
 
     def cancel(self) -> bool:
-        """End the call; the result is `Cancelled`. True: it had not ended before.
+        """Cancel the call; the future fails with `Cancelled`. False: the call was done already.
 
-        A function that has not begun never does; one that runs is told (`farcall.current_call`).
+        A function that has not begun never runs; one that runs can see it (`farcall.current_call`).
         """
         if self._node.calls.claim(self.call_id) is None:
             return False
@@ -151,7 +155,7 @@ class Future(Outcome[T], PendingCall):
         return True
 
     def _end(self, error: Cancelled) -> None:
-        """Fail with ``error``, here and now."""
+        """Fail with ``error`` on this thread."""
         if self.profile is not None:
             self.profile.ended()
         self.arrived = True
@@ -161,20 +165,21 @@ class Future(Outcome[T], PendingCall):
     # ------------------------------------------------------------------ as a pending call
 
     def on_answer(self, frame: Frame) -> None:
-        """The answer came: complete now, or on a worker if that means user code or long work."""
+        """The answer came: complete now, or on a worker if completing runs user code or takes long."""
         self.arrived = True
-        if self._has_callbacks or takes_long(frame.payload):
+        payload = frame.payload
+        if self._has_callbacks or (payload[-1:] != FLAT_FORM and takes_long(payload)):
             self._frame = frame
             self._node.executor.submit(FunctionTask(self._read_frame, self._read_frame))
             return
-        self.peer.watch()  # chains that torch makes in C++ are the user's code, too
+        self.peer.watch()  # chains that torch makes in C++ may run user code on this thread
         if self._node.devices is None:
             self._complete(frame)
         else:
             self.complete(frame)
 
     def _read_frame(self) -> None:
-        """On a worker; or where the node ended first, since threads may wait for this future."""
+        """Complete on a worker. If the node ends first, on the ending thread: others may wait for this future."""
         frame, self._frame = self._frame, None
         assert frame is not None
         self.complete(frame)
@@ -183,7 +188,7 @@ class Future(Outcome[T], PendingCall):
         """Read the answer and become done."""
         devices = self._node.devices
         if devices is None or self.thread_id == get_ident() or not has_devices(frame.payload):
-            self._complete(frame)  # this thread waits for it: on its own streams
+            self._complete(frame)  # the waiting thread itself: tensors go to its own current streams
         else:
             devices.answers.run(lambda: self._complete(frame))
 
@@ -196,7 +201,7 @@ class Future(Outcome[T], PendingCall):
             if self._node.device_list and has_devices(frame.payload):
                 self._stamp = stamp(value, self._node.device_list, fresh=True)
             self.settle(self, value)
-            self._value = value  # after its stamp: a thread that sees the value waits for the stamp
+            self._value = value  # after the stamp: a thread that sees the value must also see its stamp
             if self._waiters:
                 self._wake()
 
@@ -206,14 +211,14 @@ class Future(Outcome[T], PendingCall):
         self._wake()
 
     def _wake(self) -> None:
-        # After the result is set: a waiter appends its gate first and then looks at done(). Popping is atomic, so each
-        # gate is opened once: those of `combine.py` count on that.
+        # Runs after the result is set. A waiter appends its gate first and checks done() then, so no wake-up is lost.
+        # Popping is atomic, so each gate opens exactly once; `combine.py` relies on that.
         waiters = self._waiters
         while waiters:
             try:
                 finished = waiters.pop(0)
             except IndexError:
-                return  # another thread was faster
+                return  # another thread popped the last gate
             finished.open()
 
     def on_failure(self, error: RpcError) -> None:
@@ -234,9 +239,9 @@ def call_async(
     timeout_s: float | None,
     kind: str = "async",
 ) -> Future[Any]:
-    """Call ``func`` on ``to``; the future holds its result, or the error of the network.
+    """Call ``func`` on ``to``; return a future of its result. A network error fails the future.
 
-    Errors of the arguments are raised here. ``kind`` is how the call is named in profiles.
+    Errors in the arguments are raised here. ``kind`` names the call in profiles.
     """
     peer = node.peer(to)
     timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)

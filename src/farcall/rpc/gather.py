@@ -1,13 +1,13 @@
 """All-gather and barrier over calls, with one leader per group.
 
 Each member calls `_contribute` on the leader (the smallest name). The leader answers all of these calls when the last
-contribution is there. So a gather costs each member one call, and the result travels in the answer.
+contribution arrives. So a gather costs each member one call, and the result travels in the answer.
 
-The name of a gather is its group and a number, which each member counts for itself: two gathers of a group cannot be
-confused, and groups do not disturb each other. A group consists of incarnations: the count begins anew with a member
-that was restarted under its name. The leader bounds each gather. When the time of the first contribution is up, or
-when a member dies before it has contributed, every waiting member gets an error with the names of the missing ones.
-The leader keeps the last errors, so that a late member gets the same error at once.
+A gather is identified by its group and a number, which each member counts for itself. So two gathers of a group cannot
+be confused, and groups do not disturb each other. A group consists of incarnations: when a member restarts under its
+name, the group is a new one, and its count begins at 0. The leader bounds each gather: when the timeout of the first
+contribution expires, or when a member dies before it has contributed, every waiting member gets an error that names
+the missing members. The leader keeps the last errors, so that a late member gets the same error at once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Group = tuple[tuple[str, int], ...]
 """The names and incarnations of the members, sorted by name."""
 
 GRACE_S = 5.0
-"""How much longer a member waits than the leader: the leader's error says more than a plain timeout."""
+"""How much longer a member waits than the leader: the leader's error names the missing members, a timeout does not."""
 KEPT_FAILURES = 64
 
 
 class _Gather:
-    """One gather at its leader."""
+    """One gather, at its leader."""
 
     __slots__ = ("contributions", "deadline", "future", "group")
 
@@ -54,7 +54,10 @@ class _Gather:
 
 
 class _Gathers:
-    """The gathers that one node leads, and the number of its next gather in each group."""
+    """The gathers that one node leads, and the number of its next gather in each group.
+
+    Mutable, under the lock: the gathers under way, the numbers, and the last errors.
+    """
 
     def __init__(self, node: Runtime) -> None:
         self._node = node
@@ -96,7 +99,7 @@ class _Gathers:
         else:
             if deadline != NEVER:
                 self._timer.at(deadline)
-            # Only now that the gather is in ``_led``: `on_peer_gone` sees later losses, this loop the earlier ones.
+            # Only after the gather is in ``_led``: `on_peer_gone` catches later losses, this loop the earlier ones.
             for member, incarnation in group:
                 if member not in gather.contributions and self._node.is_gone(member, incarnation):
                     self._on_member_lost(member, incarnation)
@@ -123,12 +126,12 @@ class _Gathers:
                     self._fail(key, PeerDead(f"lost {name} in {gather}", Delivery.UNKNOWN))
 
     def _fail(self, key: tuple[Group, int], error: RpcError) -> None:
-        """Under the lock: end a gather. A worker completes the future, whose callbacks answer the waiting calls."""
+        """End a gather; the caller holds the lock. A worker completes the future, whose callbacks answer the calls."""
         gather = self._led.pop(key)
         while len(self._failed) >= KEPT_FAILURES:
             del self._failed[next(iter(self._failed))]
         self._failed[key] = error
-        # Dropped where the node ends first: so do the calls of all waiting members.
+        # If the node ends first, the executor drops this task: the calls of all waiting members fail with the node.
         self._node.executor.submit(FunctionTask(partial(gather.future.set_exception, error)))  # type: ignore[arg-type]
 
 
@@ -156,6 +159,6 @@ def gather(node: Runtime, value: T, names: Iterable[str] | None, timeout_s: floa
     number = node.part(_Gathers).next_number(group)
     waiting_s = timeout_s + GRACE_S if timeout_s else 0.0
     contribution = (group, number, node.info.name, value, timeout_s)
-    # The leader must not refuse this call: the others would wait, and a number cannot be used a second time.
+    # The leader must not refuse this call: the other members would wait, and the number cannot be used again.
     result: dict[str, T] = call_sync(node, group[0][0], _contribute, contribution, None, waiting_s, refusable=False)
     return result

@@ -1,8 +1,8 @@
 """A worker as an object to call: ``farcall.worker("ps").call(function, argument)``.
 
-A handle is a value: a name, and how to call. It holds no connection, so it can be compared, kept in a set and sent
-to other workers, and it stays good when its worker is restarted. The functions of `farcall.api` call through the same
-functions as this module; only the types are richer here, and the arguments are those of the called function.
+A handle is a value: a worker's name and the options of its calls. It holds no connection, so it can be compared, kept
+in a set and sent to other workers, and it stays valid when its worker restarts. `farcall.api` and this module call the
+same functions; handles add precise types and take the arguments of the called function directly.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Worker:
         serial: bool = False,
         node: Runtime | None = None,
     ) -> None:
-        """``node``: the caller; None: the current node, at each call."""
+        """``node``: the node that calls. None: the node that is current at each call."""
         if timeout != UNSET_TIMEOUT:
             check_timeout(timeout)
         if retry is not None:
@@ -64,14 +64,14 @@ class Worker:
         metadata: Mapping[str, str] | None = None,
         serial: bool | None = None,
     ) -> Worker:
-        """The same worker, called otherwise; what is not given stays as it is.
+        """Return a handle of the same worker with other options; options that are not given stay as they are.
 
         Args:
-            timeout: seconds, and within a served call at most the time that is left of that; None for no limit at all.
-            retry: for functions that may run more than once: call again where the network failed the call.
+            timeout: seconds; within a served call, never more than that call has left. None: no limit at all.
+            retry: for functions that may run more than once: call again when the network fails the call.
             metadata: travels with the call and with the calls that its function makes; see `farcall.current_call`.
             serial: for `create`: calls of the object's methods run one at a time, those of one caller in the order in
-                which it made them. An ``async def`` lets others in at each ``await``, a generator after each item.
+                which it made them. An ``async def`` yields its turn at each ``await``, a generator after each item.
         """
         return Worker(
             self.name,
@@ -82,7 +82,7 @@ class Worker:
             node=self._node,
         )
 
-    # The overloads unwrap what the callee awaits: a coroutine, or the future of an `async_execution` function.
+    # The overloads unwrap the results that the callee awaits: a coroutine, or the future of `async_execution`.
 
     @overload
     def call(self, func: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
@@ -91,12 +91,13 @@ class Worker:
     @overload
     def call(self, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
     def call(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``func(*args, **kwargs)`` there and return its result, or raise what it raised."""
+        """Run ``func(*args, **kwargs)`` on the worker; return its result or raise its error."""
         if self._metadata is not None:
             return self._labelled(Worker.call, func, args, kwargs)
         if self._retry is not None:
             return sync_with(self._retry, self._calling(), self.name, func, args, kwargs, self._timeout)
-        return call_sync(self._calling(), self.name, func, args, kwargs, self._timeout)
+        node = current_runtime() if self._node is None else self._node.newest()  # `_calling`, inlined: the hot path
+        return call_sync(node, self.name, func, args, kwargs, self._timeout)
 
     @overload
     def start(self, func: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
@@ -105,12 +106,13 @@ class Worker:
     @overload
     def start(self, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
     def start(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Like `call`, but return at once: a future, to be awaited or asked for its ``result()``."""
+        """Like `call`, but return a future at once; await it, or ask for its ``result()``."""
         if self._metadata is not None:
             return self._labelled(Worker.start, func, args, kwargs)  # type: ignore[no-any-return]
         if self._retry is not None:
             return async_with(self._retry, self._calling(), self.name, func, args, kwargs, self._timeout)
-        return call_async(self._calling(), self.name, func, args, kwargs, self._timeout)
+        node = current_runtime() if self._node is None else self._node.newest()  # `_calling`, inlined: the hot path
+        return call_async(node, self.name, func, args, kwargs, self._timeout)
 
     @overload
     def create(self, func: Callable[P, Coroutine[Any, Any, T]], /, *args: P.args, **kwargs: P.kwargs) -> RRef[T]: ...
@@ -119,7 +121,7 @@ class Worker:
     @overload
     def create(self, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> RRef[T]: ...
     def create(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RRef[Any]:
-        """Run ``func(*args, **kwargs)``, a class most often, there; the result stays, and the reference is for it."""
+        """Run ``func(*args, **kwargs)``, most often a class, on the worker; return a reference to its result there."""
         if self._metadata is not None:
             return self._labelled(Worker.create, func, args, kwargs)  # type: ignore[no-any-return]
         node = self._calling()
@@ -132,10 +134,10 @@ class Worker:
     @overload
     def stream(self, func: Callable[P, Iterable[T]], /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]: ...
     def stream(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Stream[Any]:
-        """Run ``func(*args, **kwargs)``, a generator most often, there; its items, as they come.
+        """Run ``func(*args, **kwargs)``, most often a generator, on the worker; iterate over its items as they arrive.
 
-        The callee runs ahead of the reader by a window of items and bytes, no further. A ``timeout`` of `options` is
-        for the whole stream; without one, each wait for an item has the default timeout.
+        The callee runs ahead of the reader by at most a window of items and bytes. A ``timeout`` of `options` bounds
+        the whole stream; without one, each wait for an item has the default timeout.
         """
         if self._metadata is not None:
             return self._labelled(Worker.stream, func, args, kwargs)  # type: ignore[no-any-return]
@@ -144,7 +146,7 @@ class Worker:
         return open_stream(self._calling(), self.name, func, args, kwargs, self._timeout)
 
     def _labelled(self, make: Callable[..., Any], func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What ``make``, a method, makes of a call in a scope with this handle's metadata."""
+        """Call ``make``, a method of `Worker`, in a scope with this handle's metadata."""
         plain = Worker(self.name, timeout=self._timeout, retry=self._retry, serial=self._serial, node=self._node)
         token = CURRENT.set(Labelled(CURRENT.get(), self._metadata or {}))
         try:
@@ -191,15 +193,15 @@ def _check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def worker(to: str | int | WorkerInfo) -> Worker:
-    """A handle of the worker ``to``: a name, a `WorkerInfo`, or the rank of a member.
+    """Return a handle of the worker ``to``: a name, a `WorkerInfo`, or the rank of a member.
 
-    A name need not be that of a member yet: calls look it up.
+    The name need not belong to a member yet: each call looks it up.
     """
     return handle_of(None, to)
 
 
 def handle_of(node: Runtime | None, to: str | int | WorkerInfo) -> Worker:
-    """A handle of the worker ``to`` for ``node``; None: for the current node, at each call."""
+    """Return a handle of the worker ``to`` that calls from ``node``. None: from the node current at each call."""
     if isinstance(to, WorkerInfo):
         return Worker(to.name, node=node)
     if isinstance(to, int):

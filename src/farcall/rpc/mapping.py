@@ -1,7 +1,7 @@
-"""One function over many items on many workers, which may come and go meanwhile.
+"""`map`: one function over many items on many workers, which may join and leave meanwhile.
 
-Owns no thread: all of it runs on the thread that asks for the next result, which the calls' futures wake. Public as
-`farcall.map`; `farcall.launch` maps over the workers that it watches (`Roster`).
+Owns no thread: everything runs on the thread that asks for the next result, and the calls' futures wake that thread.
+Public as `farcall.map`; `farcall.launch` maps over the workers that it watches (`Roster`).
 """
 
 from __future__ import annotations
@@ -40,27 +40,30 @@ def map(
     retry: Retry | None = None,
     progress: bool = False,
 ) -> Generator[T, None, None]:
-    """``func(item)`` for each of ``items``, on ``workers``; yields the results.
+    """Call ``func(item)`` for each of ``items``, on ``workers``; yield the results.
 
-    Items are taken as workers become free, so ``items`` may be endless. Leaving the loop cancels what is under way.
+    ``map`` takes an item when a worker becomes free, so ``items`` may be endless. Leaving the loop cancels the calls
+    under way.
 
     Args:
         workers: handles or names; each has at most ``in_flight`` items at a time.
-        ordered: results in the order of the items; otherwise as they come.
-        timeout: seconds for each item; None for no limit; by default that of the options.
-        retry: if ``func`` may run twice for an item: where the network failed it, do the item again, on another worker
-            if its own is dead. By default the error is raised.
+        ordered: yield results in the order of the items; otherwise as they arrive.
+        timeout: seconds for each item; None for no limit; by default the timeout of the options.
+        retry: if ``func`` may run twice for an item: when the network fails a call, do the item again, on another
+            worker if the first is dead. By default the error is raised.
         progress: show a bar on the terminal (needs ``rich``: ``pip install 'farcall[cli]'``).
     """
-    if in_flight < 1:
-        raise ValueError(f"in_flight must be at least 1, not {in_flight!r}")
     if retry is not None:
         check_retry(retry)
+    if isinstance(workers, str | Worker):
+        raise TypeError(f"workers are several handles or names, not one {type(workers).__name__}: workers=[...]")
     handles = [one if isinstance(one, Worker) else handle_of(None, one) for one in workers]
     if not handles:
         raise ValueError("map needs at least one worker")
-    found = _Map(func, iter(items), _Fixed(handles), in_flight=in_flight, timeout=timeout, retry=retry)
-    return found.results(ordered, progress, _length(items))
+    roster = _Fixed(handles)
+    return map_over(
+        roster, func, items, in_flight=in_flight, ordered=ordered, timeout=timeout, retry=retry, progress=progress
+    )
 
 
 def map_over(
@@ -74,24 +77,24 @@ def map_over(
     retry: Retry | None,
     progress: bool,
 ) -> Generator[T, None, None]:
-    """`map` over workers that come and go while it runs."""
+    """`map` over workers that join and leave while it runs."""
     if in_flight < 1:
         raise ValueError(f"in_flight must be at least 1, not {in_flight!r}")
     found = _Map(func, iter(items), roster, in_flight=in_flight, timeout=timeout, retry=retry)
-    return found.results(ordered, progress, _length(items))
+    return found.results(ordered, progress, len(items) if isinstance(items, Sized) else None)
 
 
 class Roster(Protocol):
     """The workers of a `map`."""
 
     look_s: float | None
-    """How long a map waits for results before it looks for other workers; None: there will be no others."""
+    """How long a map waits for results before it looks for new workers; None: the roster is fixed."""
 
     def now(self) -> Mapping[Hashable, Worker]:
-        """Who can be called. A worker that comes back has another key."""
+        """Return the workers that can be called. A worker that comes back has a new key."""
 
     def wait(self) -> bool:
-        """No worker is there: wait a moment for one; False: none will come."""
+        """No worker runs: wait a moment for one. False: none will come."""
 
 
 class _Fixed:
@@ -108,7 +111,7 @@ class _Fixed:
 
 
 class _Map:
-    """One `map`, at work. All of it runs on the thread that asks for the next result."""
+    """One `map` under way. All of its state changes on the thread that asks for the next result, except ``_done``."""
 
     def __init__(
         self,
@@ -138,13 +141,13 @@ class _Map:
         self._recruit()
 
     def _recruit(self) -> None:
-        """Take in the workers that have come."""
+        """Add the workers that have joined."""
         if self._known and self._roster.look_s is None:
             return
         present = self._roster.now()
         fresh = [key for key in present if key not in self._known]
         self._known.update((key, present[key]) for key in fresh)
-        self._free.extend(fresh * self._in_flight)  # round robin: one item each, then the second
+        self._free.extend(fresh * self._in_flight)  # round robin: each worker gets one item before any gets a second
 
     @property
     def _most_ahead(self) -> int:
@@ -158,8 +161,8 @@ class _Map:
             try:
                 while True:
                     self._recruit()
-                    # An item that takes long must not have the results of all later ones pile up behind it.
-                    # One that is done again may be what they wait for.
+                    # Bound the results that pile up behind a slow item. A retried item is exempt: the others may be
+                    # waiting for exactly that one.
                     while self._free and (self._again or len(ready) + len(self._running) < self._most_ahead):
                         if not self._start_one():
                             break
@@ -185,7 +188,7 @@ class _Map:
                     future.cancel()
 
     def _start_one(self) -> bool:
-        """Give an item to a free worker; False: there is none left."""
+        """Give an item to a free worker; False: no item is left."""
         if self._again:
             number, item, attempt = self._again.popleft()
         else:
@@ -209,10 +212,10 @@ class _Map:
         return True
 
     def _next_result(self) -> tuple[int, Any]:
-        """The number and result of the item that is done next; a negative number: it is to be done again."""
+        """Wait for the next completed item; return its number and result. A negative number: nothing to yield."""
         with waiting_here():
             try:
-                future = self._done.get(timeout=self._roster.look_s)  # bounded by the timeouts of the calls
+                future = self._done.get(timeout=self._roster.look_s)  # without look_s, the calls' timeouts bound it
             except Empty:
                 return -1, None
         number, item, attempt, key = self._running.pop(future)
@@ -226,9 +229,9 @@ class _Map:
         return number, value
 
     def _failed(self, error: RpcError, number: int, item: Any, attempt: int, key: Hashable) -> None:
-        """Have the item done again, or raise ``error``."""
+        """Queue the item for another attempt, or raise ``error``."""
         retry = self._retry
-        unknown = isinstance(error, UnknownWorker)  # it was not called at all
+        unknown = isinstance(error, UnknownWorker)  # the call was not sent, so it costs no attempt
         pause_s = None if retry is None else 0.0 if unknown else retry.pause_s(attempt, error, NEVER)
         if retry is None or pause_s is None or attempt >= retry.attempts:
             raise error
@@ -243,7 +246,7 @@ class _Map:
         self._again.append((number, item, attempt if unknown else attempt + 1))
 
     def _wait_for_workers(self) -> None:
-        """Nobody is there, and items are left, as far as is known."""
+        """Wait for a worker: none is free, none is busy, and items may be left."""
         with waiting_here():
             more = self._roster.wait()
         self._recruit()
@@ -253,7 +256,7 @@ class _Map:
 
 @contextmanager
 def _bar(func: Callable[..., Any], total: int | None) -> Iterator[Callable[[], None]]:
-    """A bar on the terminal; what it gives is called once for each item."""
+    """Show a progress bar on the terminal; yield the function that advances it by one item."""
     try:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     except ImportError as error:
@@ -262,7 +265,3 @@ def _bar(func: Callable[..., Any], total: int | None) -> Iterator[Callable[[], N
     with Progress(*columns) as shown:
         task = shown.add_task(name_of(func), total=total)
         yield lambda: shown.advance(task)
-
-
-def _length(items: Iterable[Any]) -> int | None:
-    return len(items) if isinstance(items, Sized) else None

@@ -1,7 +1,7 @@
 """Methods of a value, called through a reference: ``rref.call.method(...)`` and its like.
 
-Owns the proxies that programs see, and the request for a method by its name; `owner_calls.py` sends it. The owner runs
-`owner_methods.py`.
+Owns the proxies that programs see, and the request that names a method; `owner_calls.py` sends it. The owner handles
+it in `owned_values.py`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-_PATH = b"pfarcall.rpc.owner_methods\0methods.of_"
+_PATH = b"pfarcall.rpc.owned_values\0methods.of_"
 _known: dict[str, tuple[MethodName, bytes]] = {}
 
 
 class MethodName:
-    """The name of a method, in the place of the function that a call names in its errors."""
+    """The name of a method, in place of the function that a call's errors name."""
 
     __slots__ = ("__qualname__",)
 
@@ -43,16 +43,16 @@ class MethodName:
 
 
 class Proxy:
-    """``rref.rpc_sync()`` and its like: turns attribute access into a call of the owner's method of that name.
+    """``rref.rpc_sync()`` and its like: turns an attribute into a call of the value's method of that name.
 
-    It does not know the attributes of the value: a missing one is the owner's AttributeError.
+    It does not know the attributes of the value: for a missing one the owner raises AttributeError.
     """
 
     __slots__ = ("_call", "_rref", "_timeout_s")
 
     def __init__(self, call: Callable[..., Any], rref: RRef[Any], timeout_s: float | None) -> None:
         if timeout_s != UNSET_TIMEOUT:
-            check_timeout(timeout_s)  # before arguments are encoded, and references among them forked
+            check_timeout(timeout_s)  # now: an error after encoding would have to withdraw the arguments' forks
         self._call = call
         self._rref = rref
         self._timeout_s = timeout_s
@@ -65,7 +65,7 @@ class Proxy:
 
 
 class Start(Proxy, Generic[T]):
-    """``rref.start``: methods of the owner by name, or passed in, which type checkers understand."""
+    """``rref.start``: calls methods of the value by name, or passed in, which type checkers understand."""
 
     __slots__ = ()
 
@@ -90,7 +90,7 @@ class Start(Proxy, Generic[T]):
 def method_request(
     rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Peer, MethodName, Frame]:
-    """The owner of ``rref``, the name for errors, and the request that calls the method ``name``."""
+    """Return the owner of ``rref``, the name for errors, and the request that calls the method ``name``."""
     known = _known.get(name)
     if known is None:
         known = _known[name] = (MethodName(name), _PATH + name.encode())
@@ -110,12 +110,12 @@ def call_method(rref: RRef[Any], name: str, timeout_s: float | None, /, *args: A
 
 
 def call_method_async(rref: RRef[Any], name: str, timeout_s: float | None, /, *args: Any, **kwargs: Any) -> Future[Any]:
-    """Call the method; a future of its result."""
+    """Call the method; return a future of its result."""
     return ask_async(rref, *method_request(rref, name, args, kwargs), timeout_s)
 
 
 def call_method_remote(rref: RRef[Any], name: str, timeout_s: float | None, /, *args: Any, **kwargs: Any) -> RRef[Any]:
-    """Call the method; a reference to its result, which the owner of the object owns."""
+    """Call the method; return a reference to its result, which stays at the object's owner."""
     references = rref._references
     timeout_s = references.node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
     return references.create(*method_request(rref, name, args, kwargs), timeout_s, rref)

@@ -1,7 +1,7 @@
-"""The streams of one node: what arrives finds its end here, and ends that outlive their calls are kept.
+"""The streams of one node: routes arriving parts to their readers, and keeps the ends that outlive their calls.
 
-Owns the tables of both kinds of ends (`stream_reading.py`, `stream_writing.py`), and the timers that flush and close
-them. Knows nothing of what a program iterates over: that is `streams.py`.
+Owns the tables of readers (`stream_reading.py`) and writers (`stream_writing.py`), and the timers that flush and close
+them. Must not know the objects that a program iterates over: those are in `streams.py`.
 """
 
 from __future__ import annotations
@@ -11,39 +11,34 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from contextvars import Context
-from functools import partial
 from time import monotonic
 from typing import Any
 
 import msgspec
 
-from farcall.errors import Cancelled, Delivery, PeerDead
+from farcall.errors import Cancelled, Delivery, PeerDead, RpcError
 from farcall.protocol.frames import Frame
 from farcall.protocol.streams import StreamClosed, StreamCredit, decode_part
 from farcall.rpc.stream_reading import Incoming, Reader, StreamCall
-from farcall.rpc.stream_writing import HOLD_S, STREAMS, StreamRequest, Writer, pump_outgoing
+from farcall.rpc.stream_writing import HOLD_S, STREAMS, Closed, StreamRequest, Writer, pump
 from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.serving import Server
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import (
-    Encoding,
-    WithCall,
-    discard,
-)
+from farcall.serialize import Encoding, WithCall, discard, encode_failure
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 UNREAD_S = 1.0
-"""How often a node looks for outgoing streams that nobody will read."""
+"""How often a node looks for outgoing streams whose calls ended unread."""
 
 
 class Streams:
     """The streams of one node, ``node.part(Streams)``.
 
-    Mutable: readers and writers of streams that are no call's, by number; readers whose call was answered before all
-    parts came; what is to be flushed or closed soon. Any thread touches each by one atomic operation at a time.
+    Mutable: readers and writers of outgoing streams, by number; ``lingering``, readers whose call was answered before
+    all parts came; the ends to flush or close soon. Any thread changes each table, by single atomic operations.
     """
 
     def __init__(self, node: Runtime) -> None:
@@ -51,10 +46,10 @@ class Streams:
         self.lingering: dict[int, StreamCall] = {}
         self._incoming: dict[tuple[int, int], Incoming] = {}
         self._writers: dict[int, tuple[Writer, FunctionTask]] = {}
-        self._unread: dict[int, WithCall] = {}  # writers whose reader has not begun, and may never
+        self._unread: dict[int, WithCall] = {}  # writers whose reader has not begun, and may never begin
         self._unread_timer = node.timer(self._forget_unread)
         self._next_number = itertools.count(1).__next__
-        self.items_read: int = 0  # without a lock: two threads at once may lose a count
+        self.items_read: int = 0  # no lock: two concurrent threads may lose a count, which statistics can bear
         self.items_written: int = 0
         self._to_flush: set[Writer] = set()
         self._flush_timer = node.timer(self._flush)
@@ -68,11 +63,11 @@ class Streams:
         node.server.stream_request = self.request
 
     def request(self, server: Server, peer: Peer, frame: Frame) -> StreamRequest:
-        """The request of a frame with the flag STREAM."""
+        """Make the request of a frame with the flag STREAM."""
         return StreamRequest(self, server, peer, frame)
 
     def counts(self) -> tuple[int, int, int]:
-        """Streams that are open here, at either end; items read, and written, so far."""
+        """Return the number of streams with an open end here, of items read and of items written."""
         calls = [call for call in self.node.calls.snapshot() if isinstance(call, StreamCall)]
         requests = [request for request in self.node.server.active if isinstance(request, StreamRequest)]
         count = len(calls) + len(requests) + len(self._incoming) + len(self._writers)
@@ -94,7 +89,7 @@ class Streams:
             call = self.node.calls.find(part.number) or self.lingering.get(part.number)
             reader = call if isinstance(call, StreamCall) and call.peer is peer else None
         if reader is None:
-            discard(frame.payload, peer)  # nobody reads it any more
+            discard(frame.payload, peer)  # the stream was closed here
             return
         reader.on_part(part, frame)
         if reader.complete or reader.closed:
@@ -103,7 +98,7 @@ class Streams:
                 self.forget(reader)
 
     def on_credit(self, peer: Peer, message: StreamCredit) -> None:
-        """A reader grants more."""
+        """The reader grants credit. For an outgoing stream, the first credit starts the writer."""
         if message.outgoing:
             found = self._writers.get(message.number)
             if found is not None and found[0].peer is peer:
@@ -116,7 +111,7 @@ class Streams:
                 request.writer.on_credit(message.items, message.size_bytes)
 
     def on_closed(self, peer: Peer, message: StreamClosed) -> None:
-        """The reader of an outgoing stream wants no more."""
+        """The reader of an outgoing stream has closed it."""
         found = self._writers.get(message.number)
         if found is not None and found[0].peer is peer:
             self._close_writer(message.number, found[0])
@@ -124,12 +119,12 @@ class Streams:
     def _close_writer(self, number: int, writer: Writer) -> None:
         writer.close()
         if self._unread.pop(number, None) is not None:
-            self._writers.pop(number, None)  # else its pump ends, and does that
+            self._writers.pop(number, None)  # a writer that has begun leaves the table when its pump ends
 
     # --- outgoing streams -----------------------------------------------------------------------------------
 
     def open_outgoing(self, peer: Peer, source: Iterable[Any], context: Context, encoding: Encoding) -> int:
-        """Enter a stream of ``source`` that is about to be sent to ``peer`` as an argument; its number."""
+        """Register a stream of ``source``, which is about to be sent to ``peer`` as an argument; return its number."""
         number = self._next_number()
         writer = Writer(self, peer, number, outgoing=True)
 
@@ -137,8 +132,18 @@ class Streams:
             self._writers.pop(number, None)
             self._unread.pop(number, None)
 
-        pump = partial(pump_outgoing, self.node.info, writer, source, context=context, on_end=ended)
-        self._writers[number] = (writer, FunctionTask(pump, ended))
+        def write() -> None:
+            """Write all items of ``source``, in the context of the code that made the stream."""
+            try:
+                error = context.run(pump, writer, source)
+                if not isinstance(error, Closed):
+                    writer.finish(None if error is None else encode_failure(error, self.node.info))
+            except RpcError:
+                pass  # the reader's node is gone
+            finally:
+                ended()
+
+        self._writers[number] = (writer, FunctionTask(write, ended))
         self._unread[number] = opened = WithCall(ended)
         encoding.on_failure(opened)
         if self._unread_timer.due == NEVER:
@@ -146,9 +151,9 @@ class Streams:
         return number
 
     def _forget_unread(self, now: float) -> float:
-        """On the I/O thread: close the streams whose calls have ended and were never read: refused, cancelled or lost.
+        """On the I/O thread: close streams that no reader began before their call ended: refused, cancelled or lost.
 
-        A reader says that it begins before its call is answered, and on the same link.
+        This cannot miss a reader: its first credit precedes the answer to its call, on the same link.
         """
         for opened in list(self._unread.values()):
             if opened.call_id and self.node.calls.find(opened.call_id) is None:
@@ -156,18 +161,18 @@ class Streams:
         return now + UNREAD_S if self._unread else NEVER
 
     def incoming(self, peer: Peer, number: int) -> Incoming:
-        """The reading end of an outgoing stream of ``peer``, which has come as an argument."""
+        """Make the reading end of an outgoing stream of ``peer`` that arrived as an argument."""
         reader = self._incoming[peer.number, number] = Incoming(self, peer, number)
         return reader
 
     def forget(self, reader: Reader) -> None:
-        """Nothing more comes for ``reader`` of an outgoing stream."""
+        """Remove ``reader`` of an outgoing stream: no more parts will come."""
         self._incoming.pop((reader.peer.number, reader.number), None)
 
     # --- soon, on the I/O thread ----------------------------------------------------------------------------
 
     def flush_later(self, writer: Writer) -> None:
-        """Have ``writer`` send what it holds back in HOLD_S at most."""
+        """Have the I/O thread flush ``writer`` in HOLD_S at most."""
         self._to_flush.add(writer)
         if self._flush_timer.due == NEVER:
             self._flush_timer.at(monotonic() + HOLD_S)
@@ -183,10 +188,12 @@ class Streams:
                     again.append(writer)
         finally:
             self._to_flush.update(again)
-        return now + HOLD_S  # once more: the next item of a quick stream would wake this thread only to set the timer
+        # Run once more, even with nothing to flush: otherwise each next item of a quick stream would wake this thread
+        # only to set the timer.
+        return now + HOLD_S
 
     def close_later(self, reader: Reader) -> None:
-        """Close ``reader``, which nobody holds any more. For destructors: takes no lock."""
+        """Have the I/O thread close ``reader``, whose `Stream` was dropped. For destructors: takes no lock."""
         self._to_close.append(reader)
         self._close_timer.at(0.0)
 
@@ -203,7 +210,7 @@ class Streams:
             if reader.peer is peer:
                 reader.break_off(error)
                 self.forget(reader)
-        for number, call in list(self.lingering.items()):  # readers of other links add theirs meanwhile
+        for number, call in list(self.lingering.items()):  # a copy: threads that read other links change the table
             if call.peer is peer:
                 self.lingering.pop(number, None)
         for number, (writer, _) in list(self._writers.items()):

@@ -1,7 +1,7 @@
-"""What every future of farcall can do beyond torch's own: bounded waits, ``await``, callbacks that can be taken off.
+"""The base of all futures of farcall. It adds to torch's: bounded waits, ``await``, callbacks that can be removed.
 
-Owns the two ways in which something learns that a future is done: callbacks, which are user code, and gates, which only
-wake whoever waits. Knows nothing of calls: `future.py` has the future of one, `combine.py` those of several.
+Owns the two ways in which a future announces that it is done: callbacks, which are user code, and gates, which only
+wake a waiter. Must not know calls: `future.py` has the future of one call, `combine.py` the futures of several.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from farcall.serialize import RECORDING
 
 T = TypeVar("T")
 S = TypeVar("S")
+E = TypeVar("E", bound=BaseException)
 AT_ONCE = 100
-"""Gates that a loop lets pass before it does something else."""
+"""How many coroutines a loop resumes before it does other work."""
 _OF_THREAD = threading.local()
 """``opened``: the `_OpenedGates` of the loop that runs on this thread."""
 
 
 class Opens(Protocol):
-    """Something that waits at a gate."""
+    """A gate: opening it wakes the one waiter behind it."""
 
     def open(self) -> None:
-        """It need not wait any more. From any thread, the reader of a link too: never blocks."""
+        """Wake the waiter. Called on any thread, also the reader of a link: never blocks."""
 
 
 class LoopGate:
-    """A gate at which a coroutine waits. To be made on the loop that it waits on."""
+    """A gate at which a coroutine waits. Make it on the loop of that coroutine."""
 
     __slots__ = ("_opened", "passed")
 
@@ -57,9 +58,9 @@ class LoopGate:
 
 
 class _OpenedGates:
-    """The gates of one event loop that other threads have opened. One wake of the loop lets many pass.
+    """The gates of one event loop that other threads have opened. One wake-up of the loop serves many gates.
 
-    Mutable: ``_passed``, to which any thread appends; and ``_is_awake``: will the loop look at it by itself?
+    Mutable: ``_passed``, to which any thread appends; and ``_is_awake``: is a run of `_let_pass` scheduled?
     """
 
     __slots__ = ("_is_awake", "_passed", "loop")
@@ -70,14 +71,14 @@ class _OpenedGates:
         self._is_awake = False
 
     def add(self, passed: asyncio.Future[None]) -> None:
-        """Have the loop let one pass. From any thread; never blocks."""
-        self._passed.append(passed)  # first: `_let_pass` lowers the flag before it looks
+        """Have the loop resume the coroutine behind ``passed``. From any thread; never blocks."""
+        self._passed.append(passed)  # before the flag is read: `_let_pass` lowers the flag before it reads the deque
         if not self._is_awake:
             self._is_awake = True
             try:
                 self.loop.call_soon_threadsafe(self._let_pass)
             except RuntimeError:
-                pass  # the loop was closed: nobody waits any more
+                pass  # the loop was closed, and its coroutines with it
 
     def _let_pass(self) -> None:
         self._is_awake = False
@@ -93,20 +94,20 @@ class _OpenedGates:
 
 
 class Outcome(torch.futures.Future[T]):
-    """A future of torch's, with what ``concurrent.futures`` and ``asyncio`` have."""
+    """A torch future with the methods of ``concurrent.futures`` and ``asyncio`` futures."""
 
     _added: list[_Callback] | None = None
 
     def result(self, timeout: float | None = None) -> T:
-        """The result, or the error, raised; with a ``timeout`` in seconds, ``TimeoutError`` if it is not there then."""
+        """Wait; return the result or raise the error. After ``timeout`` seconds without one, raise ``TimeoutError``."""
         return self.wait(timeout)
 
     def wait(self, timeout: float | None = None) -> T:
-        """The same as `result`."""
+        """Do the same as `result`."""
         raise NotImplementedError
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The error, None if there is none; waits as `result` does."""
+        """Wait as `result` does; return the error, or None if there is none."""
         try:
             self.wait(timeout)
         except BaseException as error:
@@ -116,19 +117,19 @@ class Outcome(torch.futures.Future[T]):
         return None
 
     def cancel(self) -> bool:
-        """End what the outcome is of; the result is `Cancelled`. True: it had not ended before."""
+        """Cancel the call or calls behind this future, which fails with `Cancelled`. False: it was done already."""
         raise NotImplementedError
 
     def cancelled(self) -> bool:
-        """Is it done, because it was cancelled?"""
+        """Is this future done because it was cancelled?"""
         return self.done() and isinstance(self.exception(), Cancelled)
 
     def when_done(self, gate: Opens) -> None:
-        """Open ``gate`` once this is done, on the thread that makes it so; at once if it is."""
+        """Open ``gate`` when this future is done, on the thread that completes it; at once if it is done."""
         raise NotImplementedError
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
-        """Run ``callback(self)`` when done; here if this one is done. Added on a running event loop, it runs there."""
+        """Run ``callback(self)`` when done; now if it is done. Added on a running event loop, it runs on that loop."""
         check_callable(callback)
         entry = _Callback(callback, in_present_context(profiled(callback)), self._loop_for_callbacks())
         if not self.done():
@@ -138,11 +139,11 @@ class Outcome(torch.futures.Future[T]):
         super().add_done_callback(entry)
 
     def _loop_for_callbacks(self) -> asyncio.AbstractEventLoop | None:
-        """Where callbacks that are added here and now run; None: where this one becomes done."""
+        """Return the loop for callbacks added by the current code; None: the completing thread runs them."""
         return running_loop()
 
     def remove_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> int:
-        """Take off a callback that has not run yet; how many of that kind there were."""
+        """Remove a callback that has not run yet; return how often it was registered."""
         return sum(entry.take_off() for entry in self._added or () if entry.given == callback)
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -151,22 +152,22 @@ class Outcome(torch.futures.Future[T]):
             self.when_done(gate)
             try:
                 yield from gate.passed
-            except BaseException:  # the task that waits was cancelled: nobody wants the result any more
+            except BaseException:  # the waiting task was cancelled, so the result is not needed
                 self.cancel()
                 raise
         return self.wait()
 
     def fail(self, error: BaseException) -> None:
         """Become done with an error."""
-        # What the C++ future holds no garbage collector sees. So it must hold no frames, which may hold the future:
-        # neither those that read the error, nor those of whoever waits, to each of whom a copy is raised.
+        # No garbage collector sees what the C++ future holds. So the error must hold no stack frames, which may hold
+        # the future: not those of the thread that read the error, nor those of a waiter. Each waiter raises a copy.
         error.__traceback__ = None
         self._set_unwrap_func(raise_copy)
         torch._C.Future.set_result(self, error)
 
 
 class _Callback:
-    """A callback until it has run, or was taken off."""
+    """A callback that runs at most once, unless it is removed before."""
 
     __slots__ = ("_act", "_loop", "given")
 
@@ -183,7 +184,7 @@ class _Callback:
     def _take(self) -> Callable[[Any], None] | None:
         self.given = None
         try:
-            return self._act.pop()  # atomic: it is run or taken off, never both
+            return self._act.pop()  # atomic: the callback is run or removed, never both
         except IndexError:
             return None
 
@@ -198,20 +199,20 @@ class _Callback:
             try:
                 loop.call_soon_threadsafe(act, future)
             except RuntimeError:
-                pass  # the loop was closed, and all that ran on it ended
+                pass  # the loop was closed, and its tasks with it
 
 
 class DerivedFuture(Outcome[T]):
-    """A future that other futures complete: what ``then`` and ``gather`` return."""
+    """A future that other futures complete: the result of ``then`` and of ``gather``."""
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
-        """``devices``: those of a node, on which the result may be."""
+        """``devices``: the node's devices, on which the result may be."""
         super().__init__()
         self._devices = devices
         self._stamp: Stamp | None = None
 
     def completing(self, callback: Callable[[Any], T]) -> Callable[[Any], None]:
-        """A callback that completes this future with what ``callback`` returns or raises."""
+        """Wrap ``callback``: its result, or its error, completes this future."""
 
         def run(done: Any) -> None:
             try:
@@ -226,7 +227,7 @@ class DerivedFuture(Outcome[T]):
         return run
 
     def wait(self, timeout: float | None = None) -> T:
-        """Block until it is done; return its result or raise its error. See `Future.wait`."""
+        """Block until this future is done; return its result or raise its error. See `Future.wait`."""
         if not self.done():
             finished = Gate()
             self.when_done(finished)
@@ -242,17 +243,17 @@ class DerivedFuture(Outcome[T]):
         torch.futures.Future.add_done_callback(self, lambda _: gate.open())
 
     def cancel(self) -> bool:
-        """A callback's result cannot be cancelled: False. Cancel the call that it waits for."""
+        """Return False: a callback's result cannot be cancelled. Cancel the call that it waits for."""
         return False
 
     def value(self) -> T:
-        """The result of a future that is done, or its error, raised."""
+        """Return the result of a future that is done, or raise its error."""
         if self._stamp is not None:
             self._stamp.wait()
         return super().value()
 
     def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
-        """A future of ``callback(self)``."""
+        """Return a future of ``callback(self)``."""
         check_callable(callback)
         derived: DerivedFuture[S] = DerivedFuture(self._devices)
         torch.futures.Future.add_done_callback(self, derived.completing(profiled(callback)))
@@ -260,13 +261,13 @@ class DerivedFuture(Outcome[T]):
 
 
 def check_callable(callback: object) -> None:
-    """Raise where ``callback`` cannot be called, in torch's words."""
+    """Raise torch's error if ``callback`` cannot be called."""
     if not callable(callback):
         raise TypeError(f"incompatible function arguments. A callback must be callable, not {type(callback).__name__}")
 
 
 def _as_runtime_error(error: BaseException) -> BaseException:
-    """``error``, as a RuntimeError too: that is what torch makes of any error of a callback. Its own type is kept."""
+    """Make ``error`` a RuntimeError too, as torch does with any error of a callback; its own type stays a base."""
     if isinstance(error, RuntimeError) or not isinstance(error, Exception):
         return error
     kind = type(error)
@@ -276,18 +277,18 @@ def _as_runtime_error(error: BaseException) -> BaseException:
         if str(fresh) != str(error):
             return error
     except Exception:
-        return error  # its class cannot be made so easily
+        return error  # the class does not accept its own args, or cannot be combined with RuntimeError
     fresh.__cause__ = error
     return fresh
 
 
 def profiled(callback: Callable[[Any], S]) -> Callable[[Any], S]:
-    """``callback``, to be profiled as this thread is. What it does is known before a future is told of its result."""
+    """Wrap ``callback`` in this thread's profiling. Its profile is complete before its future gets the result."""
     return PROFILING.carry(callback) if is_profiled() or PROFILING.everywhere else callback
 
 
 def in_present_context(callback: Callable[[Any], S]) -> Callable[[Any], S]:
-    """``callback``, to be run in the distributed autograd context that this thread is in, if any."""
+    """Wrap ``callback`` to run in this thread's distributed autograd context, if there is one."""
     recording = RECORDING.get()
     if recording is None:
         return callback
@@ -303,7 +304,12 @@ def in_present_context(callback: Callable[[Any], S]) -> Callable[[Any], S]:
 
 
 def raise_copy(error: BaseException) -> NoReturn:
-    """Raise a copy of ``error``, or itself where its class cannot be made so easily."""
+    """Raise a copy of ``error``, or ``error`` itself if it cannot be copied."""
+    raise copied(error)
+
+
+def copied(error: E) -> E:
+    """Copy ``error`` for one of several receivers; return ``error`` itself if it cannot be copied faithfully."""
     try:
         fresh = copy.copy(error)
         fresh.__cause__ = error.__cause__
@@ -311,18 +317,18 @@ def raise_copy(error: BaseException) -> NoReturn:
             fresh = error
     except Exception:
         fresh = error
-    raise fresh
+    return fresh
 
 
 def waiting_here() -> Waiting | nullcontext[None]:
-    """Around a wait: a thread of a node stops being a reader or a busy worker meanwhile."""
+    """Enter this around a wait: the thread gives up the reader role and does not count as a busy worker meanwhile."""
     stop_reading()
     node = runtime_of_thread()
     return nullcontext() if node is None else node.calls.waiting()
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    """The event loop that the calling code runs on, if any."""
+    """Return the event loop that the calling code runs on, if any."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -1,8 +1,8 @@
-"""Calls to the owner of a value, on the side of the holder of a reference: creating calls and questions.
+"""Calls to the owner of a value, on the side of the reference's holder: creating calls and questions.
 
-Owns how such a call is sent and what its failure means: an owner that is gone makes the reference lost, and a failed
-creation is the reason why there is no value. The owner runs the functions of `owner_methods.py`; methods of the value
-itself are asked for by `method_calls.py`. Must not know how references are counted: that is `references.py`.
+Owns how such a call is sent and what its failure means: a dead owner makes the reference lost, and the error of a
+failed creation replaces the value. The owner runs the functions of `owned_values.py`; `method_calls.py` makes the
+requests for methods of the value. Must not know how references are counted: that is `references.py`.
 
     a creation   event                    becomes     with
     (none)       sent                     pending
@@ -47,20 +47,21 @@ if TYPE_CHECKING:
     from farcall.rpc.rref import RRef
 
 _MOST_LOOKS = 100
-"""How often a failed creation looks whether calls that it must fail have been sent by now."""
+"""How often a failed creation looks whether the calls that it must fail have been sent by now."""
 
-# One lock for all creations, held for an instant. Re-entrant: a garbage collection inside may run user code.
+# One lock for all creations, held for an instant. Re-entrant: a garbage collection under the lock may run user code.
 _lock = threading.RLock()
 
 
 class Creation(PendingCall):
-    """A creating call, at its creator. Waits in the table of calls until the owner has answered.
+    """A creating call, at its creator. It is in the table of calls until the owner has answered.
 
     The answer says that the owner has the reference and that the function is done. An error of the function stays at
-    the owner, in the place of the value, and surfaces at first use.
+    the owner, in the place of the value, and surfaces at first use. Mutable: its outcome, once, and ``_waiting`` and
+    ``_future``, under the module's lock.
     """
 
-    cancellable = False  # other members may hold the reference, and wait for the value
+    cancellable = False  # other members may hold the reference and wait for the value
 
     __slots__ = (
         "_future",
@@ -92,7 +93,7 @@ class Creation(PendingCall):
         self._references = references
         self._future: torch.futures.Future[None] | None = None
         self._looks = _MOST_LOOKS
-        self._waiting: list[PendingCall] | None = None  # calls that make no sense if this one fails
+        self._waiting: list[PendingCall] | None = None  # calls that use the value, and fail if this one does
         self.fork: Fork = fork
         self.peer: Peer = peer
         self.what: Callable[..., Any] = what
@@ -102,7 +103,7 @@ class Creation(PendingCall):
         self.deadline: float = now + timeout_s if timeout_s else NEVER
         self.arrived: bool = False
         self.call_id: int = 0
-        self.keeps: object = keeps  # a reference that the call needs at the owner until the answer is here
+        self.keeps: object = keeps  # a reference that the function needs at the owner; held until the answer comes
         self.error: RpcError | None = None
         """Why the owner may not have the reference."""
         self.outcome: BaseException | None = None
@@ -149,8 +150,8 @@ class Creation(PendingCall):
     def attach(self, call: PendingCall, frame: Frame) -> None:
         """Fail ``call``, which is about to be sent as ``frame``, if this creation fails.
 
-        The request follows the creating call on its link. If that one fails, this one must not wait for nothing.
-        Raises if it has failed: then the frame is not sent.
+        The request follows the creating call on the same link; without this it would wait for a value that never
+        comes. Raises if the creation has failed already: then the frame is not sent.
         """
         try:
             with _lock:
@@ -165,14 +166,15 @@ class Creation(PendingCall):
             raise
 
     def fail_waiting(self) -> None:
-        """Fail the calls that wait for a value that will not come."""
+        """Fail the attached calls: the value will not come."""
         assert self.error is not None
         with _lock:
             waiting, self._waiting = self._waiting, None
         unsent = []
         for call in waiting or ():
             if call.call_id == 0:
-                # Attached, but its thread has not put it into the table of calls yet: look again in a moment.
+                # Race: the call is attached, but its thread has not put it into the table of calls yet. Look again
+                # in a moment.
                 unsent.append(call)
             elif self._references.node.calls.claim(call.call_id) is not None:
                 call.on_failure(copy.copy(self.error))
@@ -182,7 +184,7 @@ class Creation(PendingCall):
             self._references.fail_waiting_soon(self)
 
     def future(self) -> torch.futures.Future[None]:
-        """A future that completes when the creating call is done."""
+        """Return a future that completes when the creating call is done."""
         with _lock:
             future = self._future
             if future is None:
@@ -193,7 +195,8 @@ class Creation(PendingCall):
 
     def _finish_future(self) -> None:
         with _lock:
-            future, self._future = self._future, None  # the error of a done future may hold the holder of this object
+            # Drop the future here: its error may hold the frames that hold this object, a cycle through C++.
+            future, self._future = self._future, None
         if future is None:
             return
         error = self.error or self.outcome
@@ -208,7 +211,7 @@ class Creation(PendingCall):
 
 
 def ask(rref: RRef[Any], peer: Peer, what: Callable[..., Any], frame: Frame, timeout_s: float | None) -> Any:
-    """Call a function of `owner_methods.py` at ``peer``, the owner, by the request ``frame``; return its result."""
+    """Send ``frame``, a request for a function of `owned_values.py`, to ``peer``, the owner; return the result."""
     node = rref._references.node
     if rref._serial and rref._owned is not None:
         try:
@@ -230,14 +233,14 @@ def ask(rref: RRef[Any], peer: Peer, what: Callable[..., Any], frame: Frame, tim
     try:
         return read_answer(answer, peer)
     except (Overloaded, ReferenceLost):
-        # The owner refused the creation a moment before this request came: the refusal is the better reason.
+        # The owner refused the creation just before this request came: the creation's error says more.
         if creation is not None and creation.error is not None:
             raise copy.copy(creation.error) from None
         raise
 
 
 def _check_not_within(owned: Owned, what: Callable[..., Any]) -> None:
-    """Raise where a method of the object waits for another one, whose turn would come after its own."""
+    """Raise if a method of a serial object waits for another method of the same object: a deadlock."""
     scope = CURRENT.get()
     request = None if scope is None else scope.served
     if isinstance(request, Request) and owned.turns is not None and request.frame.turns is owned.turns:
@@ -266,14 +269,14 @@ def ask_async(
 def _lost(rref: RRef[Any], error: NetworkError) -> RpcError:
     ended = rref._references.node.why_ended
     if ended is not None:
-        return ended  # this node ended; the owner may live
+        return ended  # this node ended; the owner may be alive
     if isinstance(error, ReferenceLost | Overloaded):
         return error
     return ReferenceLost(f"the owner of {rref!r} is gone: {error}", error.delivery)
 
 
 class _Answer(Future[Any]):
-    """The future of a call to a reference's owner; it holds the reference until the answer is here."""
+    """The future of a call to a reference's owner; it holds the reference until the answer comes."""
 
     def __init__(self, node: Runtime, peer: Peer, what: Callable[..., Any], timeout_s: float, rref: RRef[Any]) -> None:
         super().__init__(node, peer, what, timeout_s)

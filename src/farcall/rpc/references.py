@@ -1,13 +1,13 @@
 """The references of one node: the reference machine, its lock, and the effects it asks for.
 
-Owns the lock around the machine and around the values of this node (`owned_values.py`), and the messages that wait
-until the owners of all references in them are known. Decides nothing about who may forget a value: that is
-`protocol/references`. Everything else in `rpc/` reaches the machine through here.
+Owns the lock around the machine, around the values of this node (`owned_values.py`) and around the messages that wait
+for an unknown owner (`deferred_messages.py`). Does not decide when a value may be freed: `protocol/references` does.
+Everything else in `rpc/` reaches the machine through this file.
 
 Thread rules
-- The lock is held for microseconds, also while a control message is queued: so a message that registers a fork leaves
-  before everything that the holder of the fork sends later. It is re-entrant: a garbage collection inside may run user
-  code. The lock of a link may be taken inside, never the other way round.
+- The lock is held for microseconds, also while a control message is queued. So the message that registers a fork
+  leaves before everything that the holder of the fork sends later. The lock is re-entrant: a garbage collection under
+  it may run user code. A thread may take the lock of a link inside this one, never the other way round.
 - Destructors call ``released.append``, which takes no lock. The I/O thread collects the forks a moment later.
 - A value dies outside the lock, and on a worker thread if its destructor may be user code.
 
@@ -28,12 +28,13 @@ from typing import Any, get_args
 from farcall.errors import NetworkError, ReferenceLost, RpcError, RpcTimeout
 from farcall.ids import RefId, WorkerInfo
 from farcall.protocol.frames import Frame
-from farcall.protocol.notes import KEEP, REFUSED, Notes, decode_notes
+from farcall.protocol.notes import KEEP, REFUSED, Notes
 from farcall.protocol.references import messages as protocol
 from farcall.protocol.references.machine import References
 from farcall.protocol.references.messages import Fork, FreeValue, Lost, NeverCreated, Send
-from farcall.protocol.references.outbox import ReleasedForks
+from farcall.protocol.references.user import ReleasedForks
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, encode_request
+from farcall.rpc.deferred_messages import DeferredMessages
 from farcall.rpc.owned_values import KeptRequest, Owned, OwnedValues, dispose
 from farcall.rpc.owner_calls import Creation
 from farcall.rpc.reference_shutdown import ReferenceShutdown
@@ -49,26 +50,25 @@ from farcall.serialize.allowance import INSTALLED
 
 LINGER_S = 0.005
 GAP_BITS = 36
-"""2**28 references of one member have room, and of 2**35 guesses one hits."""
+"""Random gaps leave room for 2**28 references of one member; one guess in 2**35 hits."""
 CONFIRM_S = 0.002
-"""How long the answer to a creating call may wait for company: no thread waits for it."""
+"""How long the answer to a creating call, for which no thread waits, is held back to travel with other messages."""
 RETRY_S = 0.01
-UNKNOWN_OWNER_S = 5.0
-"""How long a message waits for word of a member that owns a reference in it."""
 _MESSAGES = frozenset(get_args(protocol.Message)) - {protocol.Farewell}
 
 
 class NodeReferences:
-    """The references of one node; a part of it: ``node.part(NodeReferences)``.
+    """The references of one node, ``node.part(NodeReferences)``.
 
-    Members are known by the number that the machine uses for them: see ``Peer.number``.
+    Mutable, under the lock: the machine, the values, and the tables of members and messages. Members are identified by
+    the machine's number for them: see ``Peer.number``.
     """
 
     def __init__(self, node: Runtime) -> None:
         self.node = node
         self.traced = False
         """Record the line of the program that creates each reference?"""
-        if node.is_static and node.me.number == node.info.id:  # else it came later, and is told of each member
+        if node.is_static and node.me.number == node.info.id:  # otherwise `_on_peer_joined` brings each member
             self._workers = {member.rank: WorkerInfo(member.name, member.rank) for member in node.membership.members}
         else:
             self._workers = {node.me.number: node.info}
@@ -79,22 +79,23 @@ class NodeReferences:
             self._workers,
             linger_s=LINGER_S,
             wake=lambda: self._timer.at(monotonic() + LINGER_S),
-            # Where members trust each other less, a reference cannot be guessed: only its receivers may use it.
+            # With an allowance, members trust each other less: gaps make the numbers of references hard to guess, so
+            # only receivers of a reference can use it.
             gap=None if INSTALLED.allowance is None else partial(secrets.randbits, GAP_BITS),
         )
         self.released: ReleasedForks = self._machine.released
         self._values = OwnedValues(node.info)
         self.places: dict[RefId, Owned] = self._values.places
-        """The values of this node, to look one up without the lock."""
+        """The values of this node; any thread may look one up without the lock."""
         self._lost: set[int] = set()
-        self._failed: list[Creation] = []  # with calls behind them that must fail, too
-        self._deferred: list[tuple[float, Peer, Frame]] = []  # messages that nobody may read yet, and until when
-        self._unsent: list[Send] = []  # to members whose link does not stand yet
-        self._unflushed: set[Peer] = set()  # peers to which answers to creating calls wait for company
+        self._failed: list[Creation] = []  # creations whose attached calls must fail once they are sent
+        self._deferred = DeferredMessages()
+        self._unsent: list[Send] = []  # messages to members whose link is not connected yet
+        self._unflushed: set[Peer] = set()  # peers with held-back answers to creating calls
         self.shutdown: ReferenceShutdown = ReferenceShutdown(self)
         node.server.references = self
         for kind in _MESSAGES:
-            # A Register is handled before everything behind it on its link: a use of the fork may be next.
+            # A Register is handled in order, before everything behind it on its link: a use of the fork may be next.
             node.hooks.on_control(kind, self._on_control, in_order=kind is protocol.Register)
         node.hooks.peer_joined.append(self._on_peer_joined)
         node.hooks.peer_gone.append(self._on_peer_gone)
@@ -125,7 +126,8 @@ class NodeReferences:
     ) -> RRef[Any]:
         """Have ``peer`` run the function of the request ``frame`` and own its result.
 
-        ``keeps``: the function is a method of that reference's value. ``serial``: its calls are to run one at a time.
+        ``keeps``: the function is a method of that reference's value. ``serial``: calls of the result's methods run
+        one at a time.
         """
         profile = None
         if is_profiled() or PROFILING.everywhere:
@@ -143,7 +145,7 @@ class NodeReferences:
         try:
             creation.profile = profile
             if keeps is not None and keeps._creation is not None:
-                keeps._creation.attach(creation, frame)  # if that fails, there is no object to call a method of
+                keeps._creation.attach(creation, frame)  # if that creation fails, no object exists to call
             frame.flags = KEEP
             self.node.calls.send(creation, frame, fork, origin)
         except BaseException as error:
@@ -152,9 +154,9 @@ class NodeReferences:
                     profile.ended()
                 self.withdraw_creation(fork)
                 raise
-            creation.on_failure(error)  # surfaces at first use, like every end of a link
+            creation.on_failure(error)  # surfaces at first use, like every failure of a link
             if owned is not None:
-                self._values.never_comes(fork.ref, owned)  # the request was for this node: no peer reports its end
+                self._values.never_comes(fork.ref, owned)  # the request was for this node: no peer reports its loss
         return rref
 
     def confirm_created(self, fork: Fork) -> None:
@@ -163,7 +165,7 @@ class NodeReferences:
             effects = self._machine.handle(protocol.CreationAnswered(fork), monotonic())
             deadline = self._machine.next_deadline()
             if not effects and (deadline is None or deadline >= self._timer.due):
-                return  # nothing to do, and the time of whatever lingers is named already
+                return  # nothing to do, and the timer is set early enough for lingering messages
             freed = self._carry_out(effects)
         dispose(self.node, freed)
 
@@ -172,7 +174,7 @@ class NodeReferences:
         self._tell(protocol.CreationWithdrawn(fork))
 
     def refused_creation(self, fork: Fork, error: RpcError) -> None:
-        """The owner has refused the creating call, and knows nothing of the reference."""
+        """The owner has refused the creating call; it never had the reference."""
         self.withdraw_creation(fork)
         if fork.owner == self.node.me.number:
             owned = self.places.get(fork.ref)
@@ -182,7 +184,7 @@ class NodeReferences:
     # ------------------------------------------------------------------ references travel
 
     def fork(self, rref: RRef[Any], peer: Peer) -> Fork:
-        """A fork of ``rref``, to be sent to ``peer``."""
+        """Make a fork of ``rref``, to be sent to ``peer``."""
         creation = rref._creation
         if creation is not None and creation.error is not None:
             raise copy.copy(creation.error)
@@ -195,23 +197,21 @@ class NodeReferences:
                 raise ReferenceLost(f"{rref!r} cannot be sent: {error}") from None
 
     def withdraw(self, fork: Fork) -> None:
-        """The message that carried ``fork`` was not sent, or may not have been."""
+        """The message with ``fork`` was not sent, or may not have been."""
         self._tell(protocol.ForkWithdrawn(fork))
 
     def take_forks(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
         """Account for the forks of an arrived message, on the thread that reads its link.
 
-        They become references in ``frame.forks``; those that no reader of the message takes out die with it. False:
-        the message must not be read, or not yet.
+        They become references in ``frame.forks``; references that decoding does not take out die with the frame.
+        False: the message must not be read, or not yet.
         """
         machine = self._machine
         arrived: list[Any] = []
         with self._lock:
-            # Under the lock: `_on_peer_joined` either makes the owner known first, or finds the message deferred.
+            # Under the lock, so `_on_peer_joined` either adds the owner first or finds the message deferred.
             if any(fork.owner not in self._workers for fork in notes.forks):
-                deadline = monotonic() + UNKNOWN_OWNER_S
-                self._deferred.append((deadline, peer, frame))
-                self._timer.at(deadline)
+                self._timer.at(self._deferred.add(peer, frame, monotonic()))
                 return False
             created = notes.created
             if created is not None:
@@ -232,7 +232,7 @@ class NodeReferences:
                 if not held:
                     rref._release = _release_nothing
                 arrived.append(rref)
-            # Only forks leave effects for later; ``machine.own`` has none.
+            # Only forks leave pending effects in the machine; ``machine.own`` has none.
             news = notes.forks and machine.has_news
             freed = self._carry_out(machine.handle_deadline(monotonic())) if news else []
         if freed:
@@ -241,20 +241,19 @@ class NodeReferences:
         return True
 
     def take_turns(self, peer: Peer, frame: Frame, ref: RefId) -> bool:
-        """Give ``frame``, a request, the mailbox of the object ``ref``, on the thread that reads its link.
+        """Give ``frame``, a request, the mailbox of the serial object ``ref``, on the thread that reads its link.
 
-        False: an earlier request to the object waits to be read, and this one behind it.
+        False: an earlier request to the object is deferred, and this one waits behind it.
         """
         frame.serial = ref
         with self._lock:
-            for deadline, sender, earlier in self._deferred:
-                if sender is peer and earlier.serial == ref:
-                    self._deferred.append((deadline, peer, frame))
-                    return False
+            if self._deferred.is_behind(peer, frame):
+                self._timer.at(self._deferred.add(peer, frame, monotonic()))
+                return False
             try:
                 owned = self.find(ref)
             except ReferenceLost:
-                return True  # the request finds that out, and fails
+                return True  # the request itself fails with this error when it runs
             is_new = owned.turns is None
             turns = owned.turns = owned.turns or Turns(self.node.server.submit)
         if is_new:
@@ -263,7 +262,7 @@ class NodeReferences:
         return True
 
     def kept_request(self, server: Server, peer: Peer, frame: Frame) -> KeptRequest:
-        """The request of a frame with the flag KEEP; `take_forks` has put its value's place before its forks."""
+        """Make the request of a frame with the flag KEEP. `take_forks` has put the value's place before the forks."""
         owned, *forks = list(frame.forks)
         frame.forks = forks
         return KeptRequest(server, peer, frame, owned, self._flush_soon)
@@ -271,11 +270,11 @@ class NodeReferences:
     def _flush_soon(self, peer: Peer) -> None:
         self._unflushed.add(peer)
         when = monotonic() + CONFIRM_S
-        if when < self._timer.due:  # in a burst of creations a nearer time is named already
+        if when < self._timer.due:  # in a burst of creations the timer is set already
             self._timer.at(when)
 
     def _owned_of(self, fork: Fork, held: bool) -> Owned | None:
-        """Under the lock: the place of a value of this node; its creation may still be on its way."""
+        """Return the place of a value of this node, whose creating call may still come. The caller holds the lock."""
         if fork.owner != self._machine.me:
             return None
         if held:
@@ -287,27 +286,26 @@ class NodeReferences:
         return owned
 
     def _deliver_deferred(self, now: float = 0.0) -> None:
-        """On the I/O thread: deliver the messages whose owners are known, or whose time is up at ``now``.
-
-        An owner that was not heard of in time counts as known, and as gone.
-        """
-        with self._lock:
-            deferred, self._deferred = self._deferred, []
-        for deadline, peer, frame in deferred:
+        """On the I/O thread: redeliver messages whose owners are known, or whose deadline has passed at ``now``."""
+        while True:
             with self._lock:
-                unknown = {fork.owner for fork in decode_notes(frame.notes).forks} - self._workers.keys()
-                if unknown and now < deadline:
-                    self._deferred.append((deadline, peer, frame))
-                    continue
-                for member in unknown:
+                ready, unheard = self._deferred.take_ready(self._workers.keys(), now)
+                for member in unheard:  # nobody announced them in time: from now on they count as known, and as gone
                     self._workers[member] = WorkerInfo(f"member-{member}", -1)
                     self._lost.add(member)
-            self.node.dispatcher.redeliver(peer, frame)
+            if not ready:
+                return
+            for message in ready:
+                try:
+                    self.node.dispatcher.redeliver(message.peer, message.frame)
+                finally:
+                    with self._lock:
+                        self._deferred.read(message)
 
     # ------------------------------------------------------------------ references are used
 
     def find(self, ref: RefId) -> Owned:
-        """The value that a member asks for; pending if its creation may still come."""
+        """Return the value that a member asks for, or its pending place if its creating call may still come."""
         with self._lock:
             owned = self.places.get(ref)
             if owned is None:
@@ -323,7 +321,7 @@ class NodeReferences:
         return owned
 
     def peer(self, fork: Fork) -> Peer:
-        """The owner of a fork's value; raises if it is gone, or if this node has ended."""
+        """Return the owner of a fork's value; raise if the owner is gone, or if this node has ended."""
         member = fork.owner
         peer = self.node.numbered(member)
         if peer is None or member in self._lost:
@@ -334,7 +332,7 @@ class NodeReferences:
         return peer
 
     def worker(self, member: int) -> WorkerInfo:
-        """The name and rank of a member, gone or not."""
+        """Return the name and rank of a member, alive or gone."""
         return self._workers.get(member) or WorkerInfo(f"member-{member}", -1)
 
     def confirmed(self, fork: Fork) -> bool:
@@ -349,7 +347,7 @@ class NodeReferences:
     # ------------------------------------------------------------------ timers, messages, members
 
     def _on_timer(self, now: float) -> float:
-        """On the I/O thread: send lingering messages and look again at whatever could not be done earlier."""
+        """On the I/O thread: send lingering messages, and retry the work that could not be done earlier."""
         while self._unflushed:
             self._unflushed.pop().flush()
         if self._failed:
@@ -365,14 +363,14 @@ class NodeReferences:
                     self._send(effect)
                 freed = self._carry_out(self._machine.handle_deadline(now))
             dispose(self.node, freed)
-        due = min((deadline for deadline, _, _ in list(self._deferred)), default=NEVER)
+        due = self._deferred.next_deadline(now)
         if self._failed or self._unsent:
             due = min(due, now + RETRY_S)
         lingering = self._machine.next_deadline()
         return due if lingering is None else min(due, lingering)
 
     def fail_waiting_soon(self, creation: Creation) -> None:
-        """Have a failed creation look again, in a moment, at the calls that were about to be sent behind it."""
+        """Have a failed creation look again, in RETRY_S, at the calls that were about to be sent behind it."""
         self._failed.append(creation)
         self._timer.at(monotonic() + RETRY_S)
 
@@ -384,7 +382,7 @@ class NodeReferences:
     def _on_peer_joined(self, peer: Peer) -> None:
         with self._lock:
             self._workers[peer.number] = peer.info
-            self._lost.discard(peer.number)  # given up when a message with its values came long before word of it
+            self._lost.discard(peer.number)  # `_deliver_deferred` may have given it up before this late announcement
             freed = self._carry_out(self._machine.handle(protocol.MemberJoined(peer.number), monotonic()))
         dispose(self.node, freed)
         if self._deferred:
@@ -396,19 +394,19 @@ class NodeReferences:
             self._lost.add(member)
             self.shutdown.on_peer_gone()
             if self.shutdown.agreed:
-                return  # all members leave: no round of questions about the dead
+                return  # all members leave anyway: do not ask the others about the references of the dead
             freed = self._carry_out(self._machine.handle(protocol.MemberDied(member), monotonic()))
             freed += self._values.abandon(member, self._machine.lists)
         dispose(self.node, freed)
 
     def _tell(self, event: protocol.Event) -> None:
-        """Tell the machine of an event, and carry out its effects."""
+        """Hand an event to the machine and carry out its effects."""
         with self._lock:
             freed = self._carry_out(self._machine.handle(event, monotonic()))
         dispose(self.node, freed)
 
     def _carry_out(self, effects: Iterable[protocol.Effect]) -> list[Owned]:
-        """Under the lock: carry out effects; returns the values to `dispose` of."""
+        """Carry out effects; return the values to `dispose` of. The caller holds the lock."""
         freed: list[Owned] = []
         for effect in effects:
             if effect.__class__ is FreeValue:
@@ -419,7 +417,7 @@ class NodeReferences:
                 self._send(effect)
             elif effect.__class__ is NeverCreated:
                 owned = self._values.place(effect.ref)
-                self._values.note_creation(effect.ref)  # a question after the place is freed must not wait
+                self._values.note_creation(effect.ref)  # a question that comes after the place is freed must not wait
                 self._values.never_comes(effect.ref, owned)
             elif effect.__class__ is Lost:
                 self._lost.add(effect.fork.owner)
@@ -433,14 +431,14 @@ class NodeReferences:
         if peer is not None:
             peer.control(effect.message)
         elif effect.member not in self._lost:
-            # This node is still starting: a fork came over one link, and the link to its owner does not stand yet.
+            # This node is still starting: a fork came over one link, and the link to its owner is not connected yet.
             self._unsent.append(effect)
             self._timer.at(monotonic() + RETRY_S)
 
     # ------------------------------------------------------------------ the end, and a look inside
 
     def drop_all(self, timeout_s: float) -> None:
-        """Give up every reference held here, once those under way have settled or ``timeout_s`` is over."""
+        """Give up every reference held here, once forks in transit have settled or ``timeout_s`` is over."""
         deadline = monotonic() + timeout_s
         with self.node.calls.waiting():
             while self._machine.unsettled and monotonic() < deadline:
@@ -452,36 +450,36 @@ class NodeReferences:
 
     @property
     def unsettled(self) -> int:
-        """How many forks wait for a message of another member before they can be released."""
+        """The number of forks that wait for a message of another member before they can be released."""
         return self._machine.unsettled
 
     def others(self) -> list[int]:
-        """The numbers of the other members that are not gone."""
+        """Return the numbers of the other members that are not gone."""
         me = self._machine.me
         return [member for member in list(self._workers) if member != me and member not in self._lost]
 
     def counts(self) -> protocol.Counts:
-        """How many references there are, for debug information."""
+        """Count the references, for debug information."""
         with self._lock:
             return self._machine.counts()
 
     def pending_values(self) -> int:
-        """How many values of this node are still being made."""
+        """Count the values of this node that are still being made."""
         return sum(not owned.ready for owned in list(self.places.values()))
 
     def snapshot(self) -> tuple[protocol.Snapshot, dict[RefId, tuple[str, str]]]:
-        """The holders of each value as known here; the description and the origin of each value of this node."""
+        """Return the machine's snapshot, and the description and the origin of each value of this node."""
         with self._lock:
             described = {ref: (owned.describe(), owned.origin) for ref, owned in self.places.items()}
             return self._machine.snapshot(), described
 
 
 def _release_nothing(fork: Fork) -> None:
-    """The release of a fork that is not held."""
+    """Stand in for ``released.append`` in a reference whose fork the machine does not hold."""
 
 
 def _origin() -> str:
-    """The line of the program, outside of farcall, that made the current call."""
+    """Return the line of the program, outside of farcall, that made the current call."""
     frame = sys._getframe(2)
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).startswith("farcall."):
         frame = frame.f_back
@@ -498,7 +496,7 @@ def call_remote(
     *,
     serial: bool = False,
 ) -> RRef[Any]:
-    """Call ``func`` on ``to``, which owns the result; returns at once. Errors of the arguments are raised here."""
+    """Call ``func`` on ``to``, which owns the result; return a reference at once. Errors in arguments raise here."""
     peer = node.peer(to)
     timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
     frame = encode_request(peer, func, args, kwargs)

@@ -1,25 +1,25 @@
-"""`share` and `RemoteTensor`: a tensor that stays at its owner, and that other workers read and write parts of.
+"""`share` and `RemoteTensor`: a tensor that stays at its owner, while other workers read and write parts of it.
 
-A `RemoteTensor` is a reference (`rref.py`) to a `SharedTensor`: the owner keeps the tensor as long as anybody holds
-one, it travels where references travel, and it is lost with its owner.
+A `RemoteTensor` is a reference (`rref.py`) to a `SharedTensor`: the owner keeps the tensor as long as a reference to it
+exists, it travels where references travel, and it is lost with its owner.
 
     the reader is            the tensor is       bytes move by
     the owner itself         anywhere            one copy
     on the owner's host      in shared memory    one copy, out of mapped memory: the owner does nothing
     on the owner's host,     on a device         one copy on the device, from 1 MiB, out of memory that it has opened;
     with a device map                            the owner says what must be done first (`settle`)
+    anywhere else, with      in host memory      a transfer of the engine, from 1 MiB: the owner's program does nothing
+    the owner's engine                           (`transfers.py`); if that fails, as in the next line
     anywhere else            anywhere            a call of `read` or `write`, which its owner answers; of a device's
                                                  memory, as a device map says, and else through the host's
 
-The functions `lend`, `read` and `write` are ordinary ones, called by ordinary requests; none of them runs user code, so
-the owner's I/O thread may (`runtime/calls/run_inline.py`). Nothing here makes a read atomic: a reader that is there
-while somebody writes sees some of both. Whole versions are the business of `farcall.weights`.
+The owner's side is `shared_tensor.py`. Reads are not atomic: a reader that copies while another worker writes gets old
+and new bytes. For consistent versions use `farcall.weights`.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from time import monotonic
@@ -28,39 +28,44 @@ from typing import Any
 import torch
 
 from farcall.channel.device_api import DeviceApi, current_stream
-from farcall.errors import Delivery, ReferenceLost, RpcError, RpcTimeout
+from farcall.channel.transfer_engine import Ranges
+from farcall.errors import RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol.backoff import Backoff
 from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, encode_request
 from farcall.rpc.owner_calls import ask
-from farcall.rpc.owner_methods import find_owned
 from farcall.rpc.rref import RRef
-from farcall.runtime.calls.scope import CURRENT
+from farcall.rpc.shared_tensor import (
+    Region,
+    SharedTensor,
+    lend,
+    lend_memory,
+    move_in,
+    part_of,
+    read,
+    sendable,
+    settle,
+    write,
+)
+from farcall.rpc.transfers import OpenedTensor, Transfers, ranges_of
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.node import Runtime, current_runtime
+from farcall.runtime.node import current_runtime
 from farcall.runtime.peers.peer import Peer, RemotePeer
-from farcall.runtime.peers.shared_memory import SHARED_BYTES
 from farcall.serialize import functions
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 Slices = slice | Sequence[slice] | None
-Region = tuple[tuple[int, int, int], ...]
-"""Start, stop and step of each dimension that is not taken whole; empty: all of the tensor."""
-
-_ALONE = 2
-"""How many hold a storage that one tensor has: the tensor, and whoever asks."""
 _WORTH_OPENING_BYTES = 1 << 20
-"""Less is quicker by value: whoever reads the owner's memory waits for the copy, since the owner may write next."""
+"""Smaller tensors go faster by value: a reader of the owner's memory must wait for its copy to end."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 20e-6, 1e-3
-"""A reader looks so often whether the owner's work on a device is done."""
-_making_events = threading.Lock()
+"""The first and the longest pause between two polls of the owner's event."""
 _MOST_OFFERS = 4
-"""How often a reader asks for memory that it has not mapped yet before it has the bytes sent instead."""
+"""How often a reader asks for memory that it has not mapped yet, before it asks for the bytes instead."""
 
 
 def region_of(slices: Slices, shape: Sequence[int]) -> Region:
-    """``slices`` of a tensor of that shape, as numbers; raises where they do not fit."""
+    """``slices`` of a tensor of that shape, as numbers; raises if they do not fit."""
     if slices is None:
         return ()
     chosen = tuple(slices) if isinstance(slices, Sequence) else (slices,)
@@ -74,30 +79,8 @@ def region_of(slices: Slices, shape: Sequence[int]) -> Region:
     return region
 
 
-def part_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """The view of ``tensor`` that ``region`` names."""
-    return tensor[tuple(slice(*one) for one in region)] if region else tensor
-
-
-class SharedTensor:
-    """A tensor at its owner, and what others may do with it."""
-
-    __slots__ = ("settled", "tensor", "writable")
-
-    def __init__(self, tensor: torch.Tensor, writable: bool) -> None:
-        self.tensor: torch.Tensor = tensor.detach()
-        self.writable: bool = writable
-        self.settled: Any = None
-        """On a device: the event that readers wait for. It stands for what calls have done to the tensor."""
-
-    def write(self, region: Region, source: torch.Tensor) -> None:
-        """Copy ``source`` into a part of the tensor."""
-        with torch.no_grad():
-            part_of(self.tensor, region).copy_(source)
-
-
 class _OpenedMemory:
-    """The memory of an owner's tensor on a device, as its reader sees it; closed when the owner leaves."""
+    """Device memory of an owner, opened by a reader. When the owner leaves, the link closes it: ``tensor`` is None."""
 
     __slots__ = ("__weakref__", "event", "tensor")
 
@@ -110,59 +93,80 @@ class _OpenedMemory:
 
 
 class RemoteTensor:
-    """A tensor of another worker, to be read and written in place, without a function that runs there.
+    """A tensor of another worker, to read and write in place, without a user function that runs there.
 
-    Made by `share`. It can be sent to any worker, as an argument or a result, and the owner keeps the tensor as long as
-    anybody holds one. Every use raises `ReferenceLost`, with the owner's name, once the owner is gone.
+    Made by `share`. It can be sent to any worker, as an argument or a result. The owner keeps the tensor as long as any
+    worker holds a `RemoteTensor` of it. Once the owner is gone, every use raises `ReferenceLost` with the owner's name.
     """
 
-    __slots__ = ("_mappable", "_mapped", "_openable", "_opened", "_rref", "dtype", "shape", "writable")
+    __slots__ = (
+        "_exported",
+        "_mappable",
+        "_mapped",
+        "_openable",
+        "_opened",
+        "_rref",
+        "_transferable",
+        "dtype",
+        "shape",
+        "writable",
+    )
 
     def __init__(
-        self, rref: RRef[SharedTensor], shape: Sequence[int], *, dtype: torch.dtype, writable: bool, mappable: bool
+        self,
+        rref: RRef[SharedTensor],
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype,
+        writable: bool,
+        mappable: bool,
+        exported: tuple[str, bytes] | None = None,
     ) -> None:
-        """For `share`, and for the workers that a `RemoteTensor` is sent to."""
+        """For `share`, and for workers that receive a `RemoteTensor`."""
+        # Mutable: the owner's memory once it is mapped or opened, and whether that is worth another attempt.
         self._rref = rref
+        self._exported = exported  # the owner's transfer engine, and its description of the memory
+        self._transferable: OpenedTensor | bool = exported is not None
         self._mapped: torch.Tensor | None = None
         self._opened: _OpenedMemory | None = None
-        self._openable = True  # as far as this worker knows
+        self._openable = True  # until the owner says otherwise
         self._mappable = mappable
         self.shape: torch.Size = torch.Size(shape)
         """The shape of the owner's tensor."""
         self.dtype: torch.dtype = dtype
-        """Its type; `read_into` and `write_from` convert."""
+        """Its dtype; `read_into` and `write_from` convert."""
         self.writable: bool = writable
-        """May others write it?"""
+        """May other workers write it?"""
 
     def __repr__(self) -> str:
         return f"<RemoteTensor {tuple(self.shape)} {self.dtype} of {self.owner.name!r}>"
 
     def __reduce__(self) -> Any:
-        return _arrived, (self._rref, tuple(self.shape), self.dtype, self.writable, self._mappable)
+        return _arrived, (self._rref, tuple(self.shape), self.dtype, self.writable, self._mappable, self._exported)
 
     @property
     def owner(self) -> WorkerInfo:
-        """The worker whose tensor it is."""
+        """The worker that owns the tensor."""
         return self._rref.owner()
 
     @property
     def in_shared_memory(self) -> bool:
-        """Is the owner's tensor where workers of its host can map it?"""
+        """Is the owner's tensor in memory that workers of its host can map?"""
         return self._mappable
 
     @property
     def is_mapped(self) -> bool:
-        """Does this worker look at the owner's memory itself, and need nothing more of the owner?"""
+        """Has this worker mapped the owner's memory, so that it reads and writes without the owner?"""
         return self._mapped is not None
 
     def read_into(
         self, target: torch.Tensor, slices: Slices = None, timeout: float | None = UNSET_TIMEOUT
     ) -> torch.Tensor:
-        """Copy the owner's tensor, as it is now, into ``target``, and return that.
+        """Copy the present values of the owner's tensor into ``target``, and return ``target``.
 
         Args:
-            target: of the shape of what is read; another type or device is converted to.
-            slices: one slice for each dimension (the last ones may be left out), in the owner's tensor.
+            target: a tensor with the shape of the part that is read, of any dtype and on any device.
+            slices: one slice of the owner's tensor for each dimension (the last ones may be left out).
             timeout: seconds; None for no limit; by default that of the options.
         """
         region = region_of(slices, self.shape)
@@ -171,18 +175,18 @@ class RemoteTensor:
             memory = self._memory(timeout)
             if memory is not None:
                 target.copy_(part_of(memory, region))
-                self._check_owner()  # memory that a dead owner left behind is not its tensor
+                self._check_owner()  # mapped memory outlives a dead owner, but is no longer its tensor
             elif (opened := self._open(target, timeout)) is not None:
                 target.copy_(part_of(opened, region), non_blocking=True)
                 self._finish(opened)
             else:
-                target.copy_(self._ask(read, (region,), timeout))
+                target.copy_(self._receive(region, target.shape, timeout))
         return target
 
     def write_from(self, source: torch.Tensor, slices: Slices = None, timeout: float | None = UNSET_TIMEOUT) -> None:
-        """Copy ``source`` into the owner's tensor; it is there when this returns.
+        """Copy ``source`` into the owner's tensor; the values have arrived when this returns.
 
-        The owner must have said ``share(tensor, writable=True)``. The arguments are those of `read_into`.
+        The owner must have called ``share(tensor, writable=True)``. The arguments are those of `read_into`.
         """
         if not self.writable:
             raise RpcError(f"{self!r} is read-only: its owner shares it without writable=True")
@@ -198,13 +202,12 @@ class RemoteTensor:
                 part_of(opened, region).copy_(source, non_blocking=True)
             self._finish(opened)
         else:
-            peer = self._rref._references.peer(self._rref._fork)
-            self._ask(write, (region, _sendable(source.detach().to(self.dtype), peer)), timeout)
+            self._send(region, source.detach(), timeout)
 
     # ------------------------------------------------------------------ inside
 
     def _memory(self, timeout: float | None) -> torch.Tensor | None:
-        """The owner's tensor itself, if this process has it or can map it; None: bytes must be sent."""
+        """The owner's tensor itself, if this process owns it or can map it; None: the bytes must be sent."""
         if self._rref.is_owner():
             return self._rref.local_value().tensor
         self._check_owner()
@@ -214,10 +217,10 @@ class RemoteTensor:
         if not isinstance(peer, RemotePeer) or peer.segments is None:
             return None
         for _ in range(_MOST_OFFERS):
-            with torch.inference_mode(False):  # what is kept may be written later, outside of that mode
+            with torch.inference_mode(False):  # an inference tensor could not be written later, outside that mode
                 lent: torch.Tensor | bool = self._ask(lend, (), timeout)
             if isinstance(lent, torch.Tensor):
-                # A connection may have broken between the owner's look and its answer: then this is a copy.
+                # If the connection broke between the owner's check and its answer, this is a copy, not the memory.
                 if peer.segments.holds(lent.data_ptr()):
                     self._mapped = lent.view(self.shape)
                     return self._mapped
@@ -226,8 +229,60 @@ class RemoteTensor:
                 break
         return None
 
+    def _receive(self, region: Region, shape: torch.Size, timeout: float | None) -> torch.Tensor:
+        """A part of the tensor, by the transfer engine or by a call."""
+        way = self._way(region)
+        if way is not None:
+            deadline = self._deadline(timeout)
+            # Not the program's own tensor: after a timeout a transfer may go on writing.
+            received = torch.empty(shape, dtype=self.dtype, device="cpu")
+            if self._transfer(*way, received, deadline, write=False):
+                return received
+            timeout = _left(timeout, deadline)
+        part: torch.Tensor = self._ask(read, (region,), timeout)
+        return part
+
+    def _send(self, region: Region, source: torch.Tensor, timeout: float | None) -> None:
+        """Write a part of the tensor, by the transfer engine or by a call."""
+        way = self._way(region)
+        if way is not None:
+            deadline = self._deadline(timeout)
+            # A copy: after a timeout the program may change its tensor, and a transfer go on reading.
+            copied = torch.empty(source.shape, dtype=self.dtype, device="cpu").copy_(source)
+            if self._transfer(*way, copied, deadline, write=True):
+                return
+            timeout = _left(timeout, deadline)
+        peer = self._rref._references.peer(self._rref._fork)
+        self._ask(write, (region, sendable(source.to(self.dtype), peer)), timeout)
+
+    def _way(self, region: Region) -> tuple[OpenedTensor, Ranges] | None:
+        """The owner's memory, opened by the transfer engine, and the bytes of a part; None: by a call."""
+        opened = self._transferable
+        if self._exported is None or not opened:
+            return None
+        name, description = self._exported
+        transfers = self._rref._references.node.part(Transfers)
+        ranges = ranges_of(region, self.shape, self.dtype.itemsize) if transfers.name == name else None
+        if ranges is None:
+            return None
+        if opened is True:
+            opened = self._transferable = transfers.open(description) or False
+        return (opened, ranges) if isinstance(opened, OpenedTensor) else None
+
+    def _transfer(
+        self, opened: OpenedTensor, ranges: Ranges, local: torch.Tensor, deadline: float, *, write: bool
+    ) -> bool:
+        """Copy between ``local`` and the owner's tensor; False: the engine has failed, and is not used again."""
+        transfers = self._rref._references.node.part(Transfers)
+        check, kept = self._check_owner, self._rref
+        done = transfers.copy(opened, local, ranges, write=write, deadline=deadline, keeps=kept, check=check)
+        if not done:
+            self._transferable = False
+        self._check_owner()
+        return done
+
     def _open(self, local: torch.Tensor, timeout: float | None) -> torch.Tensor | None:
-        """The owner's tensor on a device, to be copied from or to ``local`` on the current stream; None: by value."""
+        """The owner's tensor on a device, for a copy from or to ``local`` on the current stream; None: go by value."""
         if not self._openable or not local.is_cuda or local.nbytes < _WORTH_OPENING_BYTES:
             return None
         peer = self._rref._references.peer(self._rref._fork)
@@ -245,15 +300,18 @@ class RemoteTensor:
         return opened.tensor
 
     def _wait_for(self, event: Any, timeout: float | None) -> None:
-        """Wait until the owner's earlier work is done. Not on the stream: a dead owner's event may never come."""
-        seconds = current_runtime().timeout_s if timeout == UNSET_TIMEOUT else check_timeout(timeout)
-        deadline = monotonic() + (seconds or NEVER)
+        """Wait until the owner's earlier work is done. Poll, since a stream could wait for a dead owner for ever."""
+        deadline = self._deadline(timeout)
         pauses = Backoff(_FIRST_LOOK_S, _LAST_LOOK_S)
         while not event.query():
             self._check_owner()
             if monotonic() >= deadline:
-                raise RpcTimeout(f"{self!r}: work on the owner's device is not done after {seconds:g} s")
+                raise RpcTimeout(f"{self!r}: work on the owner's device is not done in time")
             time.sleep(pauses.next_s())
+
+    def _deadline(self, timeout: float | None) -> float:
+        seconds = self._rref._references.node.timeout_s if timeout == UNSET_TIMEOUT else check_timeout(timeout)
+        return monotonic() + (seconds or NEVER)
 
     def _open_first(self, peer: Peer, api: DeviceApi, timeout: float | None) -> _OpenedMemory | None:
         lent: tuple[Any, ...] | bool = self._ask(lend_memory, (), timeout)
@@ -265,24 +323,24 @@ class RemoteTensor:
         if device is None:
             return None
         try:
-            with torch.inference_mode(False):  # as above
+            with torch.inference_mode(False):  # as in `_memory`
                 storage = api.open(export, device).untyped_storage()
                 tensor = torch.empty(0, dtype=self.dtype, device=torch.device("cuda", device))
                 tensor.set_(storage, offset, self.shape, torch.empty(self.shape, device="meta").stride())
             opened = _OpenedMemory(tensor, api.open_event(handle, device))
-        except Exception as error:  # of the driver's, which has many
+        except Exception as error:  # the driver raises errors of many types
             logger.info("memory of %s is not opened, its tensors come by value: %s", peer.info.name, error)
             return None
         return opened if peer.devices.borrow(opened) else None
 
     def _finish(self, opened: torch.Tensor) -> None:
-        """Wait for the copy: the owner may write to its tensor, or let it go, once this worker goes on."""
+        """Wait for the copy: once this worker goes on, the owner may write to its tensor, or free it."""
         current_stream(opened.get_device()).synchronize()
         self._check_owner()
 
     def _check_owner(self) -> None:
         if not self._rref.is_owner():
-            self._rref._references.peer(self._rref._fork)  # raises if it is gone
+            self._rref._references.peer(self._rref._fork)  # raises if the owner is gone
 
     def _check_shape(self, tensor: torch.Tensor, region: Region, what: str) -> None:
         sizes = [len(range(*one)) for one in region]
@@ -297,140 +355,52 @@ class RemoteTensor:
         return ask(self._rref, peer, function, frame, timeout)
 
 
+def _left(timeout: float | None, deadline: float) -> float | None:
+    """The timeout of a second attempt. At least a moment: no seconds at all would mean no limit."""
+    return timeout if deadline == NEVER else max(deadline - monotonic(), 1e-3)
+
+
 def _arrived(
-    rref: RRef[SharedTensor], shape: tuple[int, ...], dtype: torch.dtype, writable: bool, mappable: bool
+    rref: RRef[SharedTensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    writable: bool,
+    mappable: bool,
+    exported: tuple[str, bytes] | None,
 ) -> RemoteTensor:
-    return RemoteTensor(rref, shape, dtype=dtype, writable=writable, mappable=mappable)
+    return RemoteTensor(rref, shape, dtype=dtype, writable=writable, mappable=mappable, exported=exported)
 
 
 def share(tensor: torch.Tensor, writable: bool = False) -> RemoteTensor:
-    """Let other workers read ``tensor``, and with ``writable`` write it, where it is; they are sent what this returns.
+    """Let other workers read ``tensor`` in place, and with ``writable`` write it; send them the result.
 
-    From 64 KiB on the tensor is moved into shared memory once, so that workers on this host map it (a tensor of
-    `shared_empty` is there already). The tensor object stays the same, its ``data_ptr()`` does not. One whose memory
-    others look at too (a view, a tensor with views, an array of numpy's) stays where it is, and its bytes are sent;
-    ``in_shared_memory`` of the result tells which it was.
+    From 64 KiB on the tensor is moved into shared memory once, so that workers on this host can map it (a tensor of
+    `shared_empty` is there already). The tensor object stays the same, its ``data_ptr()`` does not. A tensor whose
+    memory has other users (a view, a tensor with views, a numpy array) stays where it is, and its bytes are sent;
+    ``in_shared_memory`` of the result says which of the two applies.
 
     Args:
-        tensor: contiguous; parameters may be shared, too, and no gradient flows.
-        writable: may others write it?
+        tensor: a contiguous tensor; parameters may be shared, too. No gradient flows.
+        writable: may other workers write it?
     """
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
         raise ValueError("only a contiguous tensor can be shared: share(tensor.contiguous()), and read slices of it")
     node = current_runtime()
-    why_not = _move_in(node, tensor)
+    why_not = move_in(node, tensor)
     if why_not:
         logger.debug("%s shares a tensor of %d bytes that nobody can map: %s", node.info.name, tensor.nbytes, why_not)
-    # Known to be quick: they need no worker thread, however busy those are.
+    # These functions are quick: the I/O thread runs them, so they do not wait for busy worker threads.
     for function in (lend, lend_memory, settle, read, write):
         node.server.inline.quick.add(functions.encode_function(function) or b"")
-    rref = RRef(SharedTensor(tensor, writable))
-    return RemoteTensor(rref, tensor.shape, dtype=tensor.dtype, writable=writable, mappable=not why_not)
-
-
-def _move_in(node: Runtime, tensor: torch.Tensor) -> str:
-    """Have ``tensor`` in shared memory, if that can be; why not."""
-    pool = node.pool
-    if pool is None:
-        return "shared memory is switched off"
-    if tensor.device.type != "cpu":
-        return f"it is on {tensor.device}"
-    if tensor.nbytes < SHARED_BYTES:
-        return "it is small"
-    if pool.find(tensor.data_ptr(), tensor.nbytes) is not None:
-        return ""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    storage = tensor.untyped_storage()
-    # An array of numpy's holds the tensor, not its storage; torch marks the storage of one that has been asked for.
-    if count is None or count(storage._cdata) > _ALONE or not storage.resizable():
-        return "a view, an array or another tensor shares its memory: make the tensor with farcall.shared_empty"
-    moved = pool.empty(tensor.shape, tensor.dtype)
-    if pool.find(moved.data_ptr(), moved.nbytes) is None:
-        return "no more shared memory may be used"
-    moved.copy_(tensor.detach())
-    tensor.data = moved
-    return ""
-
-
-# ---------------------------------------------------------------------- at the owner
-
-
-def _find(created_on: int, local_id: int) -> SharedTensor:
-    found = find_owned(created_on, local_id).get()
-    if not isinstance(found, SharedTensor):
-        raise ReferenceLost(f"{current_runtime().info.name} shares no such tensor", Delivery.EXECUTED)
-    return found
-
-
-def _caller() -> Peer:
-    scope = CURRENT.get()
-    assert scope is not None
-    assert scope.served is not None
-    return current_runtime().peer(scope.served.caller)
-
-
-def _sendable(tensor: torch.Tensor, peer: Peer) -> torch.Tensor:
-    """``tensor``, in the host's memory unless a device map leads to ``peer``, or from it."""
-    return tensor if peer.devices is not None else tensor.cpu()
-
-
-def lend(created_on: int, local_id: int) -> torch.Tensor | bool:
-    """The tensor itself, for a worker on this host; True: ask again, its memory is on offer. False: never."""
-    tensor = _find(created_on, local_id).tensor
-    node, peer = current_runtime(), _caller()
-    if node.pool is None or not isinstance(peer, RemotePeer) or peer.lending is None:
-        return False
-    found = node.pool.find(tensor.data_ptr(), tensor.nbytes)
-    if found is None:
-        return False
-    return tensor.view(-1) if peer.lending.reaches(found[0]) else peer.lending.is_wanted
-
-
-def lend_memory(created_on: int, local_id: int) -> tuple[Any, ...] | bool:
-    """What opens the memory of a tensor on a device, and its event; by value goes what gets True, this time, or False.
-
-    False: always.
-    """
-    shared, devices = _find(created_on, local_id), current_runtime().devices
-    tensor, peer = shared.tensor, _caller()
-    if devices is None or not tensor.is_cuda or peer.devices is None:
-        return False
-    if peer.devices.target(tensor.device, False) is None:
-        return False  # no device map leads there
-    device = tensor.get_device()
-    if not peer.devices.shares(device):
-        return True
-    try:
-        export = devices.api.export(devices.api.alias(tensor))
-        with _making_events:
-            if shared.settled is None:
-                shared.settled = devices.api.make_event(device)
-    except Exception as error:  # memory that the driver cannot share: of another allocator, say
-        logger.info("a tensor on cuda:%d is shared by value: %s", device, error)
-        return False
-    event, handle = shared.settled
-    event.record(current_stream(device))
-    return device, export, int(tensor.storage_offset()), handle
-
-
-def settle(created_on: int, local_id: int) -> bool:
-    """Have the event of a tensor on a device stand for what calls have done to it so far."""
-    shared = _find(created_on, local_id)
-    if shared.settled is None:
-        return False
-    shared.settled[0].record(current_stream(shared.tensor.get_device()))
-    return True
-
-
-def read(created_on: int, local_id: int, region: Region) -> torch.Tensor:
-    """A part of the tensor, by value."""
-    part = part_of(_find(created_on, local_id).tensor, region).contiguous()
-    return _sendable(part, _caller())
-
-
-def write(created_on: int, local_id: int, region: Region, source: torch.Tensor) -> None:
-    """Copy ``source`` into a part of the tensor."""
-    shared = _find(created_on, local_id)
-    if not shared.writable:
-        raise RpcError(f"{current_runtime().info.name} shares this tensor read-only")
-    shared.write(region, source)
+    shared = SharedTensor(tensor, writable)
+    transfers = node.part(Transfers)
+    shared.exported = transfers.export(shared.tensor)
+    exported = None if shared.exported is None else (transfers.name or "", shared.exported.description)
+    return RemoteTensor(
+        RRef(shared),
+        tensor.shape,
+        dtype=tensor.dtype,
+        writable=writable,
+        mappable=not why_not,
+        exported=exported,
+    )

@@ -1,9 +1,9 @@
-"""`Retry`: calling again where the network failed a call, for functions that may run twice.
+"""`Retry`: repeats calls that the network failed, for functions that may run twice.
 
-farcall runs a request at most once. A broken connection is mended below all calls (`runtime/link`). Three failures are
-left: a large message that was on its way when a connection broke, a dead peer, and a peer that refuses calls because
-too many wait there (`runtime/calls/admission.py`). A program that knows that a function may run twice says so with
-``retry=``, call by call; all other calls get the error.
+farcall runs a request at most once. Links repair a broken connection, invisibly to calls (`runtime/link`). Three
+failures remain: a large message that was in transit when a connection broke, a dead peer, and a peer that refuses
+calls because its queue is full (`runtime/calls/admission.py`). A program that knows that a function may run twice says
+so with ``retry=``, call by call; all other calls get the error.
 
     what is known of the failed call         tried again
     not sent, or refused: it did not run     yes
@@ -11,7 +11,7 @@ too many wait there (`runtime/calls/admission.py`). A program that knows that a 
     executed: its answer was lost, or it     if ``executed`` is True
     failed with a NetworkError of its own
 
-Each attempt resolves the destination and encodes the arguments anew. All of them share the call's timeout.
+Each attempt resolves the destination and encodes the arguments anew. All attempts share the call's timeout.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from farcall.runtime.observing.profiling import PROFILING, CallProfile, is_profi
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import RECORDING, withdraw
 
-_RANDOM = SystemRandom()  # the generators that programs seed are theirs
+_RANDOM = SystemRandom()  # not the global generator: jitter must not disturb a program's seeded sequence
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Retry:
     """How often, and when, to call again a function that may run more than once.
 
     Args:
-        attempts: how often to call in all.
-        backoff_s: pause before the second attempt; each further one is ``factor`` times as long.
-        factor: see there.
-        longest_backoff_s: but no longer than this.
-        jitter: by what part, at most, a pause is shortened at random, so that many callers do not come back at once.
-        executed: call again even where the function ran and its answer was lost.
+        attempts: the number of calls, the first included.
+        backoff_s: the pause before the second attempt.
+        factor: each further pause is this many times as long as the one before.
+        longest_backoff_s: the upper bound of a pause.
+        jitter: the largest fraction by which chance shortens a pause, so that many callers do not return at once.
+        executed: call again even if the function ran and its answer was lost.
     """
 
     attempts: int = 3
@@ -81,10 +81,10 @@ class Retry:
             raise ValueError(f"jitter must be from 0 to 1, not {self.jitter!r}")
 
     def pause_s(self, attempt: int, error: BaseException, deadline: float) -> float | None:
-        """How long to wait after the ``attempt``-th call failed with ``error``; None: it was the last."""
+        """Return how long to wait after the ``attempt``-th call failed with ``error``; None: do not call again."""
         if attempt >= self.attempts or not isinstance(error, NetworkError):
             return None
-        # One that was raised there says what became of a call that the function made: the function itself ran.
+        # The function itself raised an error with a remote traceback: its delivery is that of a call inside.
         delivery = Delivery.EXECUTED if hasattr(error, "remote_traceback") else error.delivery
         if delivery is Delivery.EXECUTED and not self.executed:
             return None
@@ -108,7 +108,7 @@ def sync_with(
     kwargs: Keywords,
     timeout_s: float | None,
 ) -> Any:
-    """`call_sync`, tried again."""
+    """`call_sync`, with retries."""
     check_retry(retry)
     timeout_s, deadline = _bounds(node, timeout_s)
     for attempt in itertools.count(1):
@@ -122,12 +122,12 @@ def sync_with(
         with node.calls.waiting():
             Gate().wait(pause_s)
         if monotonic() >= deadline:
-            raise failure  # a busy machine was late: this error says more than that the time is up
+            raise failure  # the pause overran on a busy machine: this error says more than a timeout
     raise AssertionError("unreachable")
 
 
 class _Surroundings:
-    """The autograd context and the scope of a first attempt, to be entered for the others: they inherit the same."""
+    """The autograd context and the scope of the first attempt; later attempts enter them and inherit the same."""
 
     def __init__(self) -> None:
         self._recording = RECORDING.get()
@@ -135,7 +135,7 @@ class _Surroundings:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        # In locals: an attempt may be under way on another thread, which has not left them yet.
+        # Saved in locals, not in fields: another thread may still be inside, with an earlier attempt.
         outside = None if self._recording is None else self._recording.enter()
         outer = CURRENT.set(self._scope)
         try:
@@ -147,9 +147,9 @@ class _Surroundings:
 
 
 class RetryingFuture(Future[Any]):
-    """A future whose call is made again when the network fails it."""
+    """A future that repeats its call when the network fails it. Its mutable fields describe the last attempt."""
 
-    peer: Peer  # of the last attempt
+    peer: Peer
     profile: CallProfile | None = None
     started_at: float
 
@@ -169,10 +169,11 @@ class RetryingFuture(Future[Any]):
         self._attempt = 0
         self._request = (func, args, kwargs)
         self._surroundings = _Surroundings()
-        self._paused: list[BaseException] = []  # while it waits for its next attempt: why; whoever pops that goes on
+        # During a pause, the error of the last attempt. The thread that pops it decides what follows: retry or cancel.
+        self._paused: list[BaseException] = []
 
     def send(self) -> None:
-        """Make the call; what the network does to it ends this future, or leads to another attempt."""
+        """Make the call; a network error fails this future, or leads to another attempt."""
         self._attempt += 1
         peer = self.peer = self._node.peer(self._to)
         self.profile = None
@@ -180,11 +181,11 @@ class RetryingFuture(Future[Any]):
             self.profile = PROFILING.begin_call(self._node, peer, "async", self._request[0], None)
         frame = encode_request(peer, *self._request)
         self.arrived = False
-        self.started_at = monotonic()  # attempts are counted, and timed, one by one
+        self.started_at = monotonic()  # metrics count and time each attempt by itself
         send(self._node.calls, self, frame)
 
     def fail(self, error: BaseException) -> None:
-        """Become done with an error, unless there is another attempt."""
+        """Become done with an error, unless another attempt follows."""
         pause_s = self._retry.pause_s(self._attempt, error, self.deadline) if self._node.running else None
         if pause_s is None:
             self._request = (self.what, None, None)
@@ -215,9 +216,9 @@ class RetryingFuture(Future[Any]):
     def _again(self) -> None:
         failure = self._leave_pause()
         if failure is None:
-            return  # it was cancelled
+            return  # cancelled during the pause
         if monotonic() >= self.deadline:
-            super().fail(failure)  # a busy machine was late: this error says more than that the time is up
+            super().fail(failure)  # the pause overran on a busy machine: this error says more than a timeout
             return
         try:
             with self._surroundings.entered():
@@ -235,7 +236,7 @@ def async_with(
     kwargs: Keywords,
     timeout_s: float | None,
 ) -> Future[Any]:
-    """`call_async`, tried again. Errors of the arguments are raised here."""
+    """`call_async`, with retries. Errors in the arguments are raised here."""
     check_retry(retry)
     future = RetryingFuture(retry, node, to, func, args, kwargs, _bounds(node, timeout_s)[0])
     future.send()
@@ -243,7 +244,7 @@ def async_with(
 
 
 class RetryingCreation(Creation):
-    """A creating call that is made again where its owner lives and did not get it: it creates the reference once."""
+    """A creating call that is repeated while its owner lives and did not get it. It creates the reference once."""
 
     __slots__ = ("_attempt", "_gates", "_request", "_retry", "_surroundings")
 
@@ -258,7 +259,7 @@ class RetryingCreation(Creation):
         self._surroundings = _Surroundings()
 
     def attach(self, call: PendingCall, frame: Frame) -> None:
-        """Wait until the owner has answered: a use that is sent before a second attempt would find no value."""
+        """Wait until the owner has answered: a use that overtook the second attempt would find no value."""
         try:
             if not self.arrived:
                 self._wait_for_owner(call)
@@ -281,7 +282,7 @@ class RetryingCreation(Creation):
 
     def on_answer(self, frame: Frame) -> None:
         super().on_answer(frame)
-        if self.arrived:  # else it was refused, and is to be made again
+        if self.arrived:  # otherwise the owner refused the call, and another attempt follows
             self._open_gates()
 
     def _open_gates(self) -> None:
@@ -294,7 +295,7 @@ class RetryingCreation(Creation):
 
     def on_failure(self, error: RpcError) -> None:
         if self.profile is not None:
-            self.profile.ended()  # what is profiled is the first attempt
+            self.profile.ended()  # the profile covers the first attempt only
         pause_s = self._retry.pause_s(self._attempt, error, self.deadline)
         node = self._references.node
         if pause_s is None or self.peer.broken or not node.running:
@@ -313,11 +314,9 @@ class RetryingCreation(Creation):
                 self.started_at = monotonic()
                 node.calls.send(self, frame, self.fork)
         except BaseException as error:
-            self.on_failure(
-                error
-                if isinstance(error, RpcError)
-                else RpcError(f"cannot send the call to {self.peer.info.name} again: {error}")
-            )
+            if not isinstance(error, RpcError):
+                error = RpcError(f"cannot send the call to {self.peer.info.name} again: {error}")
+            self.on_failure(error)
 
 
 def remote_with(
@@ -331,7 +330,7 @@ def remote_with(
     *,
     serial: bool = False,
 ) -> RRef[Any]:
-    """`call_remote`, tried again. Uses of the reference wait until its owner has answered."""
+    """`call_remote`, with retries. Uses of the reference wait until its owner has answered."""
     check_retry(retry)
     peer = node.peer(to)
     timeout_s = _bounds(node, timeout_s)[0]
@@ -347,7 +346,7 @@ def remote_with(
 
 
 def check_retry(retry: object) -> None:
-    """Raise where ``retry`` is no `Retry`."""
+    """Raise if ``retry`` is not a `Retry`."""
     if not isinstance(retry, Retry):
         raise TypeError(f"retry must be a farcall.Retry, not {type(retry).__name__}")
 
@@ -358,23 +357,27 @@ def _bounds(node: Runtime, timeout_s: float | None) -> tuple[float, float]:
 
 
 class Pauses:
-    """What a node does later: its I/O thread hands it to workers when the time has come."""
+    """Delayed functions of one node: the I/O thread hands each to a worker when its time comes."""
 
     def __init__(self, node: Runtime) -> None:
         self._node = node
         self._order = itertools.count()
         self._waiting: list[tuple[float, int, Callable[[], None], Callable[[RpcError], None]]] = []
         self._lock = threading.Lock()
+        self._has_ended = False
         node.hooks.unsettled.append(lambda: len(self._waiting))
         node.hooks.ended.append(self._end)
         self._timer = node.timer(self._submit_due)
 
     def after(self, pause_s: float, act: Callable[[], None], give_up: Callable[[RpcError], None]) -> None:
-        """Have a worker ``act`` in ``pause_s``, or ``give_up`` if the node ends first. From any thread."""
+        """Have a worker call ``act`` in ``pause_s``, or ``give_up`` if the node ends first. From any thread."""
         when = monotonic() + pause_s
         with self._lock:
-            heapq.heappush(self._waiting, (when, next(self._order), act, give_up))
-        self._timer.at(when)
+            if not self._has_ended:
+                heapq.heappush(self._waiting, (when, next(self._order), act, give_up))
+                self._timer.at(when)
+                return
+        give_up(_ended())
 
     def _submit_due(self, now: float) -> float:
         while True:
@@ -383,10 +386,11 @@ class Pauses:
                     return self._waiting[0][0] if self._waiting else NEVER
                 _, _, act, give_up = self._waiting[0]
                 self._node.executor.submit(FunctionTask(act, partial(give_up, _ended())))
-                heapq.heappop(self._waiting)  # last: a shutdown must find it in one place or the other
+                heapq.heappop(self._waiting)  # after submit: a shutdown must find it in the executor or in the heap
 
     def _end(self) -> None:
         with self._lock:
+            self._has_ended = True
             waiting, self._waiting = self._waiting, []
         for _, _, _, give_up in waiting:
             give_up(_ended())

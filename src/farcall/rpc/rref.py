@@ -1,12 +1,12 @@
 """`RRef`: a reference to a value that lives on one node and is used from many.
 
 Owns the operations that a program has on a reference. One object is one fork of the reference, held as long as the
-object lives. `references.py` keeps account of forks that are held, sent and dropped; `owner_calls.py` sends questions
-to the owner, `method_calls.py` those for methods of the value.
+object lives. `references.py` counts forks that are held, sent and dropped; `owner_calls.py` sends questions to the
+owner; `method_calls.py` makes the requests for methods of the value.
 
 Invariant: ``__del__`` takes no lock and blocks on nothing, on any thread, at the end of the interpreter too.
 
-Over 400 lines: the operations of one class, and the documentation that programs read of it.
+Over 400 lines: the operations of one class, with the documentation that users read.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from farcall.errors import (
     SerializationError,
 )
 from farcall.html import table
-from farcall.ids import ForkId, RefId, WorkerInfo
+from farcall.ids import WorkerInfo
 from farcall.protocol.backoff import Backoff
 from farcall.protocol.references.messages import Fork
 from farcall.rpc.call import UNSET_TIMEOUT, plain_request
 from farcall.rpc.method_calls import Proxy, Start, call_method, call_method_async, call_method_remote
-from farcall.rpc.owned_values import Owned, wait_for_value
+from farcall.rpc.owned_values import Owned, run_backward, wait_for_value
 from farcall.rpc.owner_calls import Creation, ask, ask_async
 from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.io.sigint import Gate
@@ -48,34 +48,36 @@ from farcall.runtime.node import current_runtime
 from farcall.serialize import Encoding, current_decoding, current_encoding, register_reducer
 
 if TYPE_CHECKING:
+    from farcall.protocol.frames import Frame
     from farcall.rpc.references import NodeReferences
     from farcall.rpc.streams import StreamMethods
+    from farcall.runtime.peers.peer import Peer
 
 T = TypeVar("T")
 
-_FETCH = b"pfarcall.rpc.owner_methods\0fetch"
-_TYPE_OF = b"pfarcall.rpc.owner_methods\0type_of"
-_BACKWARD = b"pfarcall.rpc.owner_methods\0backward"
+_FETCH = b"pfarcall.rpc.owned_values\0fetch"
+_TYPE_OF = b"pfarcall.rpc.owned_values\0type_of"
+_BACKWARD = b"pfarcall.rpc.owned_values\0backward"
 _EXTENSION_CODE = 0x66617272
 _LOOK_AGAIN_S = 0.0005
 _MOST_ASKED = 8
-"""How often a question is asked whose answers are lost."""
+"""How often a question is repeated when its answers are lost."""
 _FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.25
-"""The first and the longest pause before a question is asked again that an overloaded owner refused."""
-_RANDOM = SystemRandom()  # the generators that programs seed are theirs
+"""The first and the longest pause before a question that an overloaded owner refused is repeated."""
+_RANDOM = SystemRandom()  # not the global generator: jitter must not disturb a program's seeded sequence
 
 
 class RRef(Generic[T]):
     """A reference to a value of type T, which lives on its owner.
 
     ``RRef(value)`` makes the calling worker the owner of ``value``; `remote` and methods called through ``remote()``
-    give references to values on other workers. A reference can be sent to any worker, as an argument or a result,
-    also inside containers and objects; the owner keeps the value as long as anybody holds one.
+    return references to values on other workers. A reference can be sent to any worker, as an argument or a result,
+    also inside containers and objects. The owner keeps the value as long as any worker holds a reference to it.
 
     Args:
         value: any object; it is not copied.
-        type_hint: its type for TorchScript, where that cannot be seen from the value.
+        type_hint: the value's type for TorchScript, if TorchScript cannot infer it.
     """
 
     __slots__ = (
@@ -96,7 +98,7 @@ class RRef(Generic[T]):
     _owned: Owned | None
     """The value, or its place, if this node is the owner."""
     _creation: Creation | None
-    """The creating call, if this object came of it."""
+    """The creating call, if it returned this object."""
     _release: Callable[[Fork], object]
     _serial: bool
     """Do the calls of the value's methods run one at a time?"""
@@ -109,7 +111,8 @@ class RRef(Generic[T]):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:
-        # isinstance asks for this, also that of torch's C++, where the type of the object is not the one asked about.
+        # isinstance() reads this, in torch's C++ too, if type(object) does not match: so references pass for
+        # TorchScript's class.
         return RRef.script_class or RRef
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
@@ -122,7 +125,7 @@ class RRef(Generic[T]):
     def _bind(
         self, references: NodeReferences, fork: Fork, owned: Owned | None, creation: Creation | None, origin: str
     ) -> None:
-        """Make this object hold ``fork``; ``__init__`` is for programs, which have a value and no fork."""
+        """Make this object hold ``fork``. ``__init__`` is for programs, which have a value but no fork."""
         self._references = references
         self._owned = owned
         self._creation = creation
@@ -137,7 +140,13 @@ class RRef(Generic[T]):
         try:
             self._release(self._fork)
         except Exception:
-            pass  # never bound, or the interpreter is all but gone
+            pass  # never bound, or the interpreter is shutting down
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            hint = "" if name.startswith("_") else f"; a method of its value is called by rref.call.{name}(...)"
+            raise AttributeError(f"'RRef' object has no attribute {name!r}{hint}", name=name, obj=self)
 
     # ------------------------------------------------------------------ the owner
 
@@ -156,8 +165,8 @@ class RRef(Generic[T]):
     def confirmed_by_owner(self) -> bool:
         """Does the owner know of this reference yet?
 
-        For a reference that came from another worker this waits until the owner says so, within the default timeout: a
-        program that was handed a reference may count on it.
+        For a reference that came from another worker this waits until the owner confirms, within the default timeout:
+        a program that received a reference may rely on it.
         """
         confirmed = self._references.confirmed(self._fork)
         if confirmed or self._creation is not None or self._owned is not None:
@@ -182,28 +191,30 @@ class RRef(Generic[T]):
 
     # ------------------------------------------------------------------ the value
 
+    def _question(self, function: bytes, *more: object) -> tuple[Peer, Frame]:
+        """Return the owner, and the request for a function of `owned_values.py` on the value."""
+        ref, peer = self._fork.ref, self._references.peer(self._fork)
+        return peer, plain_request(peer, function, pickle.dumps(((ref.created_on, ref.local_id, *more), None), 5))
+
     def to_here(self, timeout: float | None = UNSET_TIMEOUT) -> T:
-        """A copy of the value; at the owner the value itself. Waits until it is there; raises what its creation raised.
+        """Return a copy of the value; at the owner, the value itself. Wait until it is made, or raise why it was not.
 
         Args:
-            timeout: seconds; None for no limit; by default that of the options.
+            timeout: seconds; None for no limit; by default the timeout of the options.
         """
         if self._owned is not None:
             return wait_for_value(self, self._owned, timeout)  # type: ignore[no-any-return]
         references = self._references
-        ref = self._fork.ref
-        payload = pickle.dumps(((ref.created_on, ref.local_id), None), 5)
         began = monotonic()
         bound_s = references.node.timeout_s if timeout == UNSET_TIMEOUT else timeout
         lost = 0
         pauses: Backoff | None = None
-        # A question changes nothing at the owner, so it may be asked again: where a large answer was lost with its
-        # connection, or where the owner was overloaded.
+        # A question changes nothing at the owner, so it may be repeated: when a large answer was lost with its
+        # connection, or when the owner was overloaded.
         while True:
             try:
-                peer = references.peer(self._fork)
-                frame = plain_request(peer, _FETCH, payload)
-                frame.serial = ref if self._serial else None  # no copy is made while a method changes it
+                peer, frame = self._question(_FETCH)
+                frame.serial = self._fork.ref if self._serial else None  # wait for a turn: no copy during a method
                 return ask(self, peer, RRef.to_here, frame, timeout)  # type: ignore[no-any-return]
             except Expelled:
                 raise
@@ -218,7 +229,7 @@ class RRef(Generic[T]):
             except Overloaded as error:
                 creation = self._creation
                 if hasattr(error, "remote_traceback") or (creation is not None and creation.error is not None):
-                    raise  # the owner refused the creation, or a call that its function made, and not this question
+                    raise  # the owner refused the creation, or a call inside its function was refused: do not repeat
                 pauses = pauses or Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, jitter=_RANDOM)
                 pause_s = pauses.next_s()
                 if bound_s and monotonic() + pause_s > began + bound_s:
@@ -229,17 +240,20 @@ class RRef(Generic[T]):
                 timeout = max(1e-3, began + bound_s - monotonic())
 
     def local_value(self) -> T:
-        """The value itself; only at its owner."""
+        """Return the value itself; only at its owner."""
         if self._owned is None:
-            ref, fork_id = (f"GloballyUniqueId({_numbers(number)})" for number in (self._fork.ref, self._fork.fork_id))
+            ref, fork_id = (
+                f"GloballyUniqueId(created_on={one.created_on}, local_id={one.local_id})"
+                for one in (self._fork.ref, self._fork.fork_id)
+            )
             raise RpcError(
                 f"For UserRRef(rref_id={ref}, fork_id={fork_id}), can't call localValue() on user "
                 f"{self._references.node.info}. Call it on owner {self.owner()}, or use to_here() for a copy"
             )
         return wait_for_value(self, self._owned, 0.0)  # type: ignore[no-any-return]
 
-    # A type checker sees the value itself behind ``call``: its methods with their arguments and results. No type says
-    # "the same methods, each with a Future of its result", so behind ``start`` it sees a method that is passed in.
+    # For a type checker, ``call`` is the value itself: its methods with their arguments and results. No type says
+    # "the same methods, each with a Future of its result", so ``start`` takes the method as its first argument.
 
     @property
     def call(self) -> T:
@@ -248,7 +262,7 @@ class RRef(Generic[T]):
 
     @property
     def start(self) -> Start[T]:
-        """``rref.start.method(...)`` calls a method of the value at its owner; a future of its result.
+        """``rref.start.method(...)`` calls a method of the value at its owner, and returns a future of its result.
 
         ``rref.start(Class.method, ...)`` is the same call, and type checkers know its arguments and its result.
         """
@@ -256,9 +270,9 @@ class RRef(Generic[T]):
 
     @property
     def stream(self) -> StreamMethods[T]:
-        """``rref.stream.method(...)`` calls a method that is a generator at its owner; its items, as they come.
+        """``rref.stream.method(...)`` calls a generator method of the value at its owner; iterate over its items.
 
-        ``rref.stream(Class.method, ...)`` is the same, for type checkers.
+        ``rref.stream(Class.method, ...)`` is the same call, and type checkers know its arguments and its items.
         """
         from farcall.rpc.streams import StreamMethods, stream_method  # most programs have no streams
 
@@ -269,41 +283,37 @@ class RRef(Generic[T]):
         return Proxy(call_method, self, timeout)  # type: ignore[return-value]  # as far as its methods go, it is one
 
     def rpc_async(self, timeout: float | None = UNSET_TIMEOUT) -> Any:
-        """``rref.rpc_async().method(...)`` calls a method of the value at its owner; a future of its result."""
+        """``rref.rpc_async().method(...)`` calls a method of the value at its owner, and returns a future."""
         return Proxy(call_method_async, self, timeout)
 
     def remote(self, timeout: float | None = UNSET_TIMEOUT) -> Any:
-        """``rref.remote().method(...)`` calls a method of the value at its owner; a reference to its result there."""
+        """``rref.remote().method(...)`` calls a method at the owner, and returns a reference to its result there."""
         return Proxy(call_method_remote, self, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Run a backward pass with the value, a tensor, as its root.
 
         Args:
-            dist_autograd_ctx_id: the distributed autograd context that gradients go to. Without one, and only at the
-                owner, the pass is torch's own, and gradients go to ``.grad``.
+            dist_autograd_ctx_id: the distributed autograd context that collects the gradients. Without one, and only
+                at the owner, the pass is torch's own, and gradients go to ``.grad``.
             retain_graph: keep the graph for another pass.
         """
         if self._owned is not None:
-            from farcall.rpc.owner_methods import run_backward
-
             run_backward(wait_for_value(self, self._owned, UNSET_TIMEOUT), dist_autograd_ctx_id, retain_graph)
             return
         if dist_autograd_ctx_id == -1:
             raise RpcError("User RRefs require 'dist_autograd_ctx_id' to be specified: gradients go to a context")
-        ref = self._fork.ref
-        payload = pickle.dumps(((ref.created_on, ref.local_id, dist_autograd_ctx_id, retain_graph), None), 5)
-        peer = self._references.peer(self._fork)
-        ask(self, peer, RRef.backward, plain_request(peer, _BACKWARD, payload), UNSET_TIMEOUT)
+        peer, frame = self._question(_BACKWARD, dist_autograd_ctx_id, retain_graph)
+        ask(self, peer, RRef.backward, frame, UNSET_TIMEOUT)
 
     def _get_type(self, timeout: float | None = UNSET_TIMEOUT, blocking: bool = True) -> Any:
-        """The type of the value; without ``blocking`` a future of it. Asked once."""
+        """Return the type of the value; without ``blocking``, a future of it. The owner is asked once."""
         if blocking and self._type is None and self._owned is not None:
             self._type = type(wait_for_value(self, self._owned, timeout))
         if blocking and self._type is not None:
             return self._type
         # A weak reference: a failed future holds its error, and the traceback may hold this object, in a cycle through
-        # C++ that no garbage collector sees. The table of calls holds a future that is not done.
+        # C++ that no garbage collector sees. Until it is done, the table of calls keeps the future alive.
         future = None if self._type_future is None else self._type_future()
         if future is None or _has_failed(future):
             if self._type is not None:
@@ -318,10 +328,8 @@ class RRef(Generic[T]):
                     submit = self._references.node.executor.submit
                     self._owned.when_ready(lambda: submit(FunctionTask(tell, tell)))
             else:
-                ref = self._fork.ref
-                payload = pickle.dumps(((ref.created_on, ref.local_id), None), 5)
-                peer = self._references.peer(self._fork)
-                future = ask_async(self, peer, RRef._get_type, plain_request(peer, _TYPE_OF, payload), timeout)
+                peer, frame = self._question(_TYPE_OF)
+                future = ask_async(self, peer, RRef._get_type, frame, timeout)
                 future.add_done_callback(partial(_keep_type, weakref.ref(self)))
             self._type_future = weakref.ref(future)
         if not blocking:
@@ -329,11 +337,11 @@ class RRef(Generic[T]):
         try:
             self._type = future.wait()
         finally:
-            del future  # a local of this frame would close the cycle, too
+            del future  # an error's traceback holds this frame, so this local would close the same cycle
         return self._type
 
     def _get_future(self) -> torch.futures.Future[None]:
-        """A future that completes when the call that creates the value is done, with its error if it failed."""
+        """Return a future that completes when the creating call is done, with its error if it failed."""
         if self._creation is not None:
             return self._creation.future()
         return self._get_type(blocking=False).then(_without_value)  # type: ignore[no-any-return]
@@ -341,13 +349,13 @@ class RRef(Generic[T]):
     # ------------------------------------------------------------------ on the way
 
     def _serialize(self) -> NoReturn:
-        """torch's way to send a reference by hand. An error here: nobody could say which member will hold it."""
+        """Raise: torch sends a reference by hand this way, but farcall must know which member will hold it."""
         if self._creation is not None and self._creation.error is not None:
             raise copy.copy(self._creation.error)
         _refuse_to_pickle()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Picklers that are not farcall's come here. One that the user installed for calls may be writing a call.
+        # Other picklers than farcall's come here. One that the user installed for calls may be encoding a call.
         encoding = current_encoding()
         if encoding is None:
             _refuse_to_pickle()
@@ -373,7 +381,7 @@ def _reduce(rref: RRef[Any], encoding: Encoding) -> Any:
 
 
 def _arrived(index: int, serial: bool = False) -> RRef[Any]:
-    """The reference with this index in the notes of the message that is being read."""
+    """Return the reference at ``index`` in the notes of the message that is being decoded."""
     forks = current_decoding().forks
     if not forks:
         raise SerializationError("a reference came without its entry in the notes of the message")
@@ -383,12 +391,8 @@ def _arrived(index: int, serial: bool = False) -> RRef[Any]:
 
 
 register_reducer(RRef, _reduce)
-# A number in the place of a name: reading it is one lookup in a dict.
+# An extension code in place of a qualified name: the unpickler resolves it by one dict lookup.
 copyreg.add_extension(__name__, "_arrived", _EXTENSION_CODE)
-
-
-def _numbers(number: RefId | ForkId) -> str:
-    return f"created_on={number.created_on}, local_id={number.local_id}"
 
 
 def _tell_type(owned: Owned, future: torch.futures.Future[Any]) -> None:
@@ -401,14 +405,14 @@ def _tell_type(owned: Owned, future: torch.futures.Future[Any]) -> None:
 
 
 def _keep_type(rref: weakref.ref[RRef[Any]], future: torch.futures.Future[Any]) -> None:
-    """Keep the answer in the reference, if it still lives: the future may be gone when the type is asked for again."""
+    """Keep the type in the reference, if it still lives: the next question may find the future gone."""
     held = rref()
     if held is not None and not _has_failed(future):
         held._type = future.value()
 
 
 def _has_failed(future: torch.futures.Future[Any]) -> bool:
-    """Is ``future`` done, with an error? Then it is no answer to a later question."""
+    """Is ``future`` done with an error? Then a later question must ask again."""
     if not future.done():
         return False
     try:

@@ -1,11 +1,11 @@
 """Schemas of TorchScript functions and operators: arguments are checked against them before a request is sent.
 
-Owns the way from an operator's Python function (``torch.add``) to the one overload that fits its arguments. The rules
-and the texts of errors are torch's.
+Owns the resolution of an operator's Python function (``torch.add``) to the one overload that fits its arguments. The
+rules and the error texts are torch's.
 
-Python accepts more than the schemas of operators say: sizes may be separate numbers, and some keywords exist only in
-Python. The request of such a call names the Python function instead. The same goes for operators with several results:
-Python returns them as a named tuple.
+Python accepts more than operator schemas say: sizes may be separate numbers, and some keywords exist only in Python.
+The request of such a call names the Python function instead. So does a call of an operator with several results, which
+Python returns as a named tuple.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from farcall.rpc.functions import AsyncScriptFunction
 from farcall.serialize import encode_function, installed_pickler, policy
 
 _ONLY_IN_PYTHON = frozenset(("requires_grad", "out", "names", "pin_memory"))
-# Whether a value of these types fits depends on the type alone, so one answer holds for all values.
+# Whether a value of these types fits a schema depends on its type alone, so the cached answer holds for all values.
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
 _MOST_REMEMBERED = 4096
 
 _check: Any = torch._C._check_schema_allow_fake_script_object
 _resolve: Any = torch._C._jit_resolve_packet
-# By the id of the function and the types of its arguments. The entry holds the function: its id is not used again.
+# By the function's id and the types of its arguments. The entry holds the function, so its id is not reused.
 _named: dict[tuple[Any, ...], tuple[Any, bytes]] = {}
 
 
 def name_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes | None:
-    """The bytes that name ``func`` for these arguments; None: pickle ``func`` with the arguments.
+    """Return the bytes that name ``func`` for these arguments; None: pickle ``func`` with the arguments.
 
     Raises:
-        RuntimeError: ``func`` has a schema, and these are not its arguments.
+        RuntimeError: ``func`` has a schema, and the arguments do not fit it.
     """
     kind = func.__class__
     if kind is BuiltinFunctionType or kind is ScriptFunction:

@@ -1,7 +1,8 @@
-"""The reading end of a stream: parts arrive, are put in order, and are taken one by one.
+"""The reading end of a stream: it orders the parts that arrive, and the program takes them one by one.
 
-Parts arrive on the thread that reads the link, which only puts them in order. Whoever takes an item unpickles it, and
-grants credit for it. Knows two kinds of ends: that of a call, and that of an argument which the caller writes.
+The thread that reads the link only puts parts in order. The program's thread unpickles the items of a part, and grants
+credit for them. Two kinds of readers exist: that of a stream call, and that of an outgoing stream, an argument whose
+items the caller writes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class _News:
-    """Has something arrived? For a thread that reads the link meanwhile."""
+    """A flag that `Peer.help_until` polls: the waiting thread reads the link until something has arrived."""
 
     __slots__ = ("arrived",)
 
@@ -43,8 +44,8 @@ class _News:
 class Reader:
     """The reading end of one stream.
 
-    Mutable: parts in order (``ready``), which the link's reader appends and the program's thread takes; why no more
-    come; ``_gate``, where the program waits.
+    Mutable: ``ready``, parts in order, which the link's reader appends and the program's thread takes; ``_last`` and
+    ``_error``, why no more come; ``closed``; ``_gate``, where the program waits.
     """
 
     def __init__(self, streams: Streams, peer: Peer, what: str, *, outgoing: bool) -> None:
@@ -65,7 +66,7 @@ class Reader:
     # --- on the thread that reads the link ------------------------------------------------------------------
 
     def on_part(self, part: Part, frame: Frame) -> None:
-        """A letter came."""
+        """Take a letter of the stream: a part, or its end."""
         self.number = part.number
         if self.closed:
             discard(frame.payload, self.peer)
@@ -98,11 +99,11 @@ class Reader:
 
     @property
     def over(self) -> bool:
-        """Is there nothing to wait for?"""
+        """May `take` be called without a wait?"""
         return bool(self.ready) or self._machine.complete or self._error is not None or self.closed
 
     def take(self) -> deque[Any]:
-        """The items of the next part. At the end of the stream there are none; at a bad end its error is raised."""
+        """Return the items of the next part: none at the end of the stream. If it ended with an error, raise it."""
         if self.ready:
             part, frame = self.ready.popleft()
             return self._read(part, frame)
@@ -137,20 +138,20 @@ class Reader:
         return items
 
     def wait(self) -> None:
-        """Block until there is something to take; raises `RpcTimeout` where nothing comes for too long."""
+        """Block until `take` has something; raise `RpcTimeout` if nothing comes in time."""
         deadline = self.wait_until()
         with self.node.calls.waiting():
             self._news.arrived = False
             if not self.over:
                 self.peer.help_until(self._news, deadline)
             while not self.over:
-                gate = self._gate = Gate()
+                gate = self._gate = Gate()  # set before ``over`` is checked again: `_tell` changes that first
                 if not self.over and not gate.wait(-1 if deadline == NEVER else max(0.0, deadline - monotonic())):
                     raise self._too_late()
                 self._gate = None
 
     async def wait_soon(self) -> None:
-        """The same for a coroutine."""
+        """Like `wait`, for a coroutine."""
         deadline = self.wait_until()
         loop = asyncio.get_running_loop()
         while not self.over:
@@ -163,7 +164,7 @@ class Reader:
             self._gate = None
 
     def wait_until(self) -> float:
-        """Until when to wait for the next item."""
+        """Return the deadline of a wait for the next item."""
         return monotonic() + self.node.timeout_s if self.node.timeout_s else NEVER
 
     def _too_late(self) -> RpcTimeout:
@@ -174,7 +175,7 @@ class Reader:
         )
 
     def close(self) -> None:
-        """End the stream at the other side, too. Not for destructors: it takes locks."""
+        """Close the stream, at the writer too. Not for destructors: it takes locks."""
         if not self.closed:
             self.closed = True
             if not self._machine.complete and self._error is None:
@@ -184,7 +185,7 @@ class Reader:
             discard(self.ready.popleft()[1].payload, self.peer)
 
     def _end(self) -> None:
-        """Tell the writer that nobody wants more."""
+        """Tell the writer to stop."""
         raise NotImplementedError
 
 
@@ -205,7 +206,7 @@ class StreamCall(Reader, PendingCall):
         return f" (stream, {self._machine.taken_items:,} items)"
 
     def on_answer(self, frame: Frame) -> None:
-        """The function is done, or its generator. Parts may still be on their way: the answer may pass large ones."""
+        """The function, or its generator, is done. The answer may overtake large parts: linger until all have come."""
         self.arrived = True
         if frame.kind == FAILURE:
             self.break_off(refusal(frame, self.peer) if frame.flags & REFUSED else decode_failure(frame, self.peer))
@@ -220,7 +221,7 @@ class StreamCall(Reader, PendingCall):
         self.break_off(error)
 
     def wait_until(self) -> float:
-        # A stream with a deadline of its own is ended by the table of calls.
+        # The table of calls ends a stream that has a deadline of its own.
         return super().wait_until() if self.deadline == NEVER else NEVER
 
     def _end(self) -> None:
@@ -228,17 +229,17 @@ class StreamCall(Reader, PendingCall):
 
 
 class Incoming(Reader):
-    """An outgoing stream, at its reader."""
+    """The reader of an outgoing stream."""
 
     def __init__(self, streams: Streams, peer: Peer, number: int) -> None:
         super().__init__(streams, peer, "an outgoing stream", outgoing=True)
         self.number = number
         self.began: bool = False
         scope = CURRENT.get()
-        self._request = None if scope is None else scope.served  # the one that is being read
+        self._request = None if scope is None else scope.served  # the request that is being decoded
 
     def begin(self) -> None:
-        """Have the writer begin: with the first wait for an item, not before."""
+        """Start the writer, by the first credit: at the first wait for an item, not before."""
         if not self.began:
             if isinstance(self._request, Request) and not self._request.is_open:
                 raise RpcError(

@@ -1,11 +1,11 @@
 """The writing end of a stream: items become letters, as fast as the reader's credit allows.
 
-An item is pickled when it is yielded, so its maker may change it at once. Small items travel together, in one letter. A
-large item, or one with references or on a device, is a letter of its own; such letters travel together, in one write.
-Either is held back only while the next one comes quickly, HOLD_S at most.
+The writer pickles an item when it is yielded, so the producer may change it at once. Small items share one letter. A
+large item, or one with references or on a device, is a letter of its own; such letters share one write. The writer
+holds back items and letters only while the next item comes quickly, HOLD_S at most.
 
-Thread rules: one thread, or one coroutine, puts items in. The I/O thread sends what was held back for too long, grants
-credit and closes. It never waits for the lock, but comes again.
+Thread rules: one thread, or one coroutine, puts items. The I/O thread flushes items that were held back for too long,
+and delivers credit and the close. It never waits for the lock, but tries again later.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterable, Callable, Coroutine, Iterable
-from contextvars import Context
+from collections.abc import AsyncIterable, Coroutine, Iterable
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -22,18 +21,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from farcall.errors import RpcError
-from farcall.ids import WorkerInfo
 from farcall.protocol.frames import LARGE_BYTES, LETTER, REQUEST, RESPONSE, Frame
+from farcall.protocol.notes import write_notes
 from farcall.protocol.streams import WINDOW_BYTES, WINDOW_ITEMS, Part, WriterMachine, encode_part
 from farcall.rpc.outcome import LoopGate, Opens
 from farcall.runtime.calls.executor import FunctionTask
-from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.calls.pending import Waiting
 from farcall.runtime.calls.scope import CURRENT, Dependents
 from farcall.runtime.calls.serving import Request, Server
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import encode_failure, has_devices, withdraw, write_value
+from farcall.serialize import has_devices, withdraw, write_value
 
 if TYPE_CHECKING:
     from farcall.rpc.node_streams import Streams
@@ -41,25 +39,28 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger("farcall")
 
 STREAMS = 2
-"""The subject of these letters, in the place of the call id."""
+"""The subject of these letters, in place of the call id."""
 HOLD_S = 0.001
-"""The longest that an item waits for another one to travel with."""
-QUICK_S = 0.0002
-"""The next item is waited for if the last one came within this; and no letter waits longer for another one."""
+"""The longest time that an item is held back, to share a letter with the next."""
+QUICK_S = 0.0001
+"""A stream is quick if its last item came within this time; only then are items held back, and letters no longer.
+
+Letters of 1 MiB that were held back for 200 us kept the reader waiting, and so its credit: 0.85 of the rate.
+"""
 MOST_ITEMS = 256
 MOST_BYTES = LARGE_BYTES // 2
-"""What travels together at most."""
+"""The most items, and bytes, that share a letter."""
 _PLAIN = frozenset((int, float, bool, type(None)))
 _TEXTS = frozenset((str, bytes))
 _SMALL = 1024
 
 
 class Closed(Exception):
-    """The reader is gone: nobody wants another item."""
+    """The reader has closed the stream, or is gone."""
 
 
 class _Segment(msgspec.Struct):
-    """Items that were pickled together."""
+    """Items that were pickled together, in one frame."""
 
     items: int
     frame: Frame
@@ -71,9 +72,9 @@ class _Segment(msgspec.Struct):
 class Writer:
     """The writing end of one stream.
 
-    Mutable: what was put in and not sent yet (``_plain``, ``_segments``), and since when something waits, in a letter
-    or before (``_held_since``; 0: nothing does), under the lock; the machine, whose credit only grows; ``closed``,
-    once; ``_gate``, where the maker of items waits for credit.
+    Mutable: under the lock, items that are not sent yet (``_plain``, ``_segments``), and ``_held_since``, the time of
+    the oldest held-back item or letter (0: none); the machine, whose credit only grows; ``closed``, once; ``_gate``,
+    where the producer of items waits for credit.
     """
 
     def __init__(self, streams: Streams, peer: Peer, number: int, *, outgoing: bool) -> None:
@@ -81,7 +82,7 @@ class Writer:
         self.peer: Peer = peer
         self._number = number
         self._outgoing = outgoing
-        # The reader of an outgoing stream says when it begins; that of a call has begun by calling.
+        # The reader of an outgoing stream grants its first credit when it begins; a stream call grants it by calling.
         self._machine = WriterMachine() if outgoing else WriterMachine(WINDOW_ITEMS, WINDOW_BYTES)
         self._lock = threading.Lock()
         self._plain: list[Any] = []
@@ -96,12 +97,12 @@ class Writer:
     # --- from the reader, on any thread; never blocks -------------------------------------------------------
 
     def on_credit(self, items: int, size_bytes: int) -> None:
-        """So much may have been sent by now."""
+        """The reader has granted these totals."""
         self._machine.on_credit(items, size_bytes)
         self._open_gate()
 
     def close(self) -> None:
-        """Nobody wants more."""
+        """Stop: the reader wants no more items."""
         self.closed = True
         self._open_gate()
 
@@ -111,14 +112,14 @@ class Writer:
             gate.open()
 
     def describe(self) -> str:
-        """How far it is, in words."""
+        """Return the progress, in words."""
         waits = ", its reader takes no more yet" if self._gate is not None else ""
         return f"{self._machine.sent_items:,} items{waits}"
 
     # --- by the maker of the items --------------------------------------------------------------------------
 
     def put(self, item: Any) -> None:
-        """Send ``item``, soon; waits while the reader grants no more. Raises `Closed` when it never will."""
+        """Send ``item`` soon; wait while the reader grants no credit. Raise `Closed` if the stream is closed."""
         segment = self._segment(item)
         try:
             while self._must_wait():
@@ -133,11 +134,11 @@ class Writer:
         self._add(item, segment)
 
     def waiting(self) -> Waiting:
-        """To be entered around every wait of the maker's."""
+        """Enter this around every wait of the producer."""
         return self._streams.node.calls.waiting()
 
     async def put_soon(self, item: Any) -> None:
-        """The same for a coroutine."""
+        """Like `put`, for a coroutine."""
         segment = self._segment(item)
         try:
             while self._must_wait():
@@ -156,25 +157,25 @@ class Writer:
         if self._machine.has_room:
             return False
         with self._lock:
-            self._flush()  # nothing is held back from a reader that may be waiting for it
+            self._flush()  # the reader may be waiting for exactly the items that are held back
         return True
 
     def _waits_at(self, gate: Opens) -> bool:
-        self._gate = gate  # first: whoever grants or closes looks at it afterwards
+        self._gate = gate  # before the check: `on_credit` and `close` change the state first and read the gate then
         return not self._machine.has_room and not self.closed
 
     def _segment(self, item: Any) -> _Segment | None:
-        """``item``, pickled; None: it is of a kind that nobody can change, and is pickled with others."""
+        """Pickle ``item``. None: its type is immutable, so it can be pickled later, together with others."""
         kind = item.__class__
         if kind in _PLAIN or (kind in _TEXTS and len(item) < _SMALL):
             return None
-        frame = Frame(REQUEST if self._outgoing else RESPONSE)  # which tells how devices are mapped
+        frame = Frame(REQUEST if self._outgoing else RESPONSE)  # the kind decides how devices are mapped
         write_value(frame, [item], self.peer)
         frame.kind, frame.call_id = LETTER, STREAMS
         size_bytes = frame.size_bytes
         alone = bool(frame.undo) or size_bytes >= MOST_BYTES or has_devices(frame.payload)
         if frame.buffers and (not alone or getattr(self.peer, "lending", None) is None):
-            # Its maker may change the memory as soon as we return; into shared memory it is copied anyway.
+            # Copy: the producer may change the memory as soon as `put` returns. Shared memory gets its own copy anyway.
             frame.buffers = [memoryview(bytearray(buffer)) for buffer in frame.buffers]
         return _Segment(1, frame, size_bytes, alone)
 
@@ -184,7 +185,7 @@ class Writer:
         self._last_at = now
         with self._lock:
             if segment is None:
-                self._machine.send(1, 0)  # its bytes are counted when they are known
+                self._machine.send(1, 0)  # `_pack` counts the bytes
                 self._plain.append(item)
                 late = False
             else:
@@ -208,7 +209,7 @@ class Writer:
         self._streams.flush_later(self)
 
     def finish(self, failure: Frame | None) -> None:
-        """No item follows; because of ``failure``, if there is one."""
+        """Send the end of the stream; with ``failure``, if an error ended it."""
         part = Part(self._number, self._outgoing, self._machine.sent_items, [], True)
         frame = Frame(LETTER, 0, STREAMS, encode_part(part))
         if failure is not None:
@@ -220,7 +221,7 @@ class Writer:
     # --- letters --------------------------------------------------------------------------------------------
 
     def flush_nowait(self) -> bool:
-        """On the I/O thread: send what is held back. False: the maker of the items is at it; try again."""
+        """On the I/O thread: send held-back items. False: the producer holds the lock; try again."""
         if not self._lock.acquire(False):
             return False
         try:
@@ -232,7 +233,7 @@ class Writer:
         return True
 
     def _pack(self) -> None:
-        """Under the lock: make one segment of the plain items."""
+        """Make one segment of the plain items. The caller holds the lock."""
         frame = Frame(LETTER)
         write_value(frame, self._plain, self.peer)
         segment = _Segment(len(self._plain), frame, frame.size_bytes, False)
@@ -242,7 +243,7 @@ class Writer:
         self._plain = []
 
     def _flush(self) -> None:
-        """Under the lock: send all that waits."""
+        """Send everything that is held back. The caller holds the lock."""
         self._held_since = 0.0
         self._put_out_all()
         self.peer.flush()
@@ -254,7 +255,7 @@ class Writer:
             self._put_out()
 
     def _put_out(self) -> None:
-        """Under the lock: make one letter of all segments, to be sent with the next one or by a flush."""
+        """Queue one letter of all segments; the next letter or a flush sends it. The caller holds the lock."""
         segments, self._segments = self._segments, []
         self._waiting_bytes = 0
         frame = segments[0].frame
@@ -279,13 +280,13 @@ class Writer:
 
 
 def _withdraw(segment: _Segment | None) -> None:
-    """An item is not sent: neither are the references and blocks of memory that its pickling took."""
+    """Undo the pickling of an item that is not sent: give back its references and blocks of shared memory."""
     if segment is not None:
         withdraw(segment.frame)
 
 
 class StreamRequest(Request):
-    """A request whose function returns an iterator, of whichever kind; its items are the answer, before the answer."""
+    """A request whose function returns an iterable or async iterable; it sends the items, and then the answer."""
 
     __slots__ = ("writer",)
 
@@ -300,10 +301,10 @@ class StreamRequest(Request):
         return f" (stream, {self.writer.describe()})"
 
     def answer(self, outcome: list[Any], more: bool = False) -> None:
-        """The function has returned: go through what it returned, on a thread or loop of its own."""
+        """The function has returned: write the items of its result, on another worker or on the event loop."""
         source = outcome.pop()
         if self.cancelled:
-            self.server.answered(self)  # it has not begun, and need not
+            self.server.answered(self)  # the generator has not begun: there is nothing to close
             return
         Dependents.watch(self, self.writer.close)
         turns = self.frame.turns
@@ -313,7 +314,7 @@ class StreamRequest(Request):
             self.server.submit(FunctionTask(partial(self._pump, source), self.drop))
         elif isinstance(source, AsyncIterable):
             self.deferred = True
-            outer = CURRENT.set(self)  # a task has the context in which it was made
+            outer = CURRENT.set(self)  # an asyncio task copies the context at its creation
             try:
                 writing: Coroutine[Any, Any, None] = _go_through(self.writer, source)
                 if self.profile is not None:
@@ -325,7 +326,7 @@ class StreamRequest(Request):
                 CURRENT.reset(outer)
             Dependents.watch(self, cancel)
         else:
-            self._fail(
+            self.fail(
                 TypeError(
                     f"{self.function_name}() was called as a stream, and returned a {type(source).__name__}: return "
                     "an iterable, or make it a generator or an async generator"
@@ -333,28 +334,28 @@ class StreamRequest(Request):
             )
 
     def _pump(self, source: Iterable[Any]) -> None:
-        """On a worker: go through the iterator."""
+        """On a worker: write the items of ``source``."""
         self.thread_id: int = threading.get_ident()
         outer = CURRENT.set(self)
         try:
-            if self.profile is None:
-                error = _pump(self.writer, source)
-            else:
-                error = self.profile.run(_pump, (self.writer, source))
+            arguments = (self.writer, source)
+            error = pump(*arguments) if self.profile is None else self.profile.run(pump, arguments)
         finally:
             CURRENT.reset(outer)
         self.end(error)
 
     def _on_written(self, task: Any) -> None:
-        self.end(None if task.cancelled() else task.exception())
+        # A task can be cancelled although the request is not: from within, or because the loop ends. Then the stream
+        # is incomplete, and must end with an error.
+        self.end(asyncio.CancelledError() if task.cancelled() else task.exception())
 
     def end(self, error: BaseException | None) -> None:
-        """All items were put in, or ``error`` came instead."""
+        """All items were put, or ``error`` ended the iteration."""
         try:
             if isinstance(error, Closed) or self.cancelled:
                 self.server.answered(self)
                 return
-            # The error goes behind the last item, not into the answer, which might pass large items on their way.
+            # The error follows the last item. In the answer it could overtake large items in transit.
             self.writer.finish(None if error is None else self.failure(error))
             self.function_name: str = f"{self.function_name} (stream, {self.writer.describe()})"  # in traces
         except RpcError:
@@ -373,22 +374,8 @@ async def _go_through(writer: Writer, source: AsyncIterable[Any]) -> None:
             await close()
 
 
-def pump_outgoing(
-    here: WorkerInfo, writer: Writer, source: Iterable[Any], *, context: Context, on_end: Callable[[], None]
-) -> None:
-    """Go through an iterable of the caller's, in the ``context`` of whoever made the stream."""
-    try:
-        error = context.run(_pump, writer, source)
-        if not isinstance(error, Closed):
-            writer.finish(None if error is None else encode_failure(error, here))
-    except RpcError:
-        pass  # the reader's node is gone
-    finally:
-        on_end()
-
-
-def _pump(writer: Writer, source: Iterable[Any]) -> BaseException | None:
-    """Put all items of ``source`` in; what ended that, if something did."""
+def pump(writer: Writer, source: Iterable[Any]) -> BaseException | None:
+    """Put all items of ``source``; return the error that ended the iteration, if one did."""
     error: BaseException | None = None
     try:
         for item in source:
@@ -398,7 +385,7 @@ def _pump(writer: Writer, source: Iterable[Any]) -> BaseException | None:
     close = getattr(source, "close", None)
     if error is not None and close is not None and hasattr(source, "gi_frame"):
         try:
-            close()  # a generator's ``finally`` runs here and now
+            close()  # run a generator's ``finally`` now, not at some garbage collection
         except BaseException as raised:
             error = raised if not isinstance(error, Closed) else error
             logger.warning("cannot close the generator of a stream: %s: %s", type(raised).__name__, raised)

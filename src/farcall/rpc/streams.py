@@ -1,8 +1,8 @@
-"""Streams, as programs use them; `node_streams.py` has what a node keeps of all of them.
+"""Streams, as programs use them; `node_streams.py` has the tables of a node's streams.
 
 A stream is a call (`farcall.Worker.stream`) whose callee sends items before its answer; or an argument of a call,
-`outgoing`, that the callee reads and the caller writes. `Stream` is what a program iterates over. It holds the reading
-end, which the tables hold, too; when the program drops the `Stream`, the stream is closed.
+`outgoing`, that the caller writes and the callee reads. A program iterates over a `Stream`, which holds the reader. The
+node's tables hold the reader too, but not the `Stream`: so its destructor can close the stream.
 """
 
 from __future__ import annotations
@@ -26,12 +26,7 @@ from farcall.runtime.node import Runtime, runtime_of_thread
 from farcall.runtime.node.current import STARTED
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import (
-    RECORDING,
-    Encoding,
-    current_decoding,
-    register_reducer,
-)
+from farcall.serialize import RECORDING, Encoding, current_decoding, register_reducer
 
 if TYPE_CHECKING:
     from farcall.rpc.rref import RRef
@@ -44,8 +39,8 @@ T = TypeVar("T")
 class Stream(Generic[T]):
     """The items of a stream, for ``for`` and for ``async for``; ``with`` closes it at the end of its block.
 
-    Items come in order, each once. An error of the generator is raised after the last item before it. A stream that is
-    closed, or dropped, or whose reader dies, ends the generator at the other side (its ``finally`` runs).
+    Items come in order, each once. An error of the generator is raised after the items before it. When a stream is
+    closed or dropped, or its reader dies, the generator at the other side ends (its ``finally`` runs).
     """
 
     __slots__ = ("_items", "_reader")
@@ -76,14 +71,14 @@ class Stream(Generic[T]):
                 try:
                     await reader.wait_soon()
                 except asyncio.CancelledError:
-                    reader.close()  # nobody wants the next item any more
+                    reader.close()  # the task that wanted the next item is gone
                     raise
             if not self._refill():
                 raise StopAsyncIteration
         return self._items.popleft()
 
     def _refill(self) -> bool:
-        """Take the next part; False: the stream is at its end."""
+        """Take the next part. False: the stream has ended."""
         reader = self._reader
         if reader.closed:
             return False
@@ -95,12 +90,12 @@ class Stream(Generic[T]):
         return bool(self._items)
 
     def close(self) -> None:
-        """End the stream, here and at the other side."""
+        """Close the stream, here and at the other side."""
         self._items.clear()
         self._reader.close()
 
     async def aclose(self) -> None:
-        """The same; for ``contextlib.aclosing``."""
+        """Do the same as `close`; for ``contextlib.aclosing``."""
         self.close()
 
     def __enter__(self) -> Self:
@@ -121,7 +116,7 @@ class Stream(Generic[T]):
             if reader.ready or not reader.over:
                 reader.streams.close_later(reader)
         except Exception:
-            pass  # never made in full, or the interpreter is all but gone
+            pass  # never fully made, or the interpreter is shutting down
 
     def __repr__(self) -> str:
         reader = self._reader
@@ -130,7 +125,7 @@ class Stream(Generic[T]):
 
 
 class Outgoing(Generic[T]):
-    """An iterable of the caller's, as an argument; see `outgoing`."""
+    """An iterable of the caller that is passed as an argument; see `outgoing`."""
 
     __slots__ = ("_context", "_source", "_was_sent")
 
@@ -146,12 +141,12 @@ class Outgoing(Generic[T]):
 
 
 def outgoing(source: Iterable[T]) -> Stream[T]:
-    """``source``, as an argument: the called function iterates over its items as the caller makes them.
+    """Pass ``source`` as an argument: the called function iterates over its items as the caller makes them.
 
-    ``source`` is gone through on a thread of the caller's node, ahead of the function by a window of items at most. It
-    is closed when the function drops the stream, or returns. An ``async def`` uses ``async for``.
+    A thread of the caller's node iterates over ``source``, ahead of the function by at most a window of items. The
+    stream is closed when the function drops it or returns. An ``async def`` uses ``async for``.
     """
-    return Outgoing(source)  # type: ignore[return-value]  # what the function gets is a `Stream`
+    return Outgoing(source)  # type: ignore[return-value]  # the called function gets a `Stream`
 
 
 def _reduce(argument: Outgoing[Any], encoding: Encoding) -> Any:
@@ -169,14 +164,14 @@ register_reducer(Outgoing, _reduce)
 
 
 def _arrived(number: int) -> Stream[Any]:
-    """The outgoing stream of that number, of whoever sent the message that is being read."""
+    """Return the outgoing stream ``number`` of the sender of the message that is being decoded."""
     node = runtime_of_thread()
     assert node is not None
     return Stream(node.part(Streams).incoming(current_decoding().peer, number))
 
 
 def _node_of(peer: Peer) -> Runtime:
-    """The node that has ``peer`` in its table."""
+    """Return the node of this process that has ``peer`` in its table."""
     found = [node for node in list(STARTED) if node.is_peer(peer)]
     if not found:
         raise SerializationError(f"no node of this process knows {peer.info.name} any more")
@@ -191,14 +186,14 @@ def open_stream(
     kwargs: dict[str, Any],
     timeout_s: float | None,
 ) -> Stream[Any]:
-    """Call ``func``, whose result is something to iterate over, on ``to``; the items, as they come."""
+    """Call ``func``, which returns an iterable, on ``to``; return the stream of its items."""
     check_no_gradients()
     peer = node.peer(to)
     return send_stream_call(node, peer, func, encode_request(peer, func, args, kwargs), timeout_s)
 
 
 class StreamMethods(Proxy, Generic[T]):
-    """``rref.stream``: methods of the owner by name, or passed in, which type checkers understand."""
+    """``rref.stream``: calls methods of the value by name, or passed in, which type checkers understand."""
 
     __slots__ = ()
 
@@ -219,7 +214,7 @@ class StreamMethods(Proxy, Generic[T]):
 
 
 def stream_method(rref: RRef[Any], name: str, timeout_s: float | None, /, *args: Any, **kwargs: Any) -> Stream[Any]:
-    """Call a method, whose result is something to iterate over, of a value at its owner; the items, as they come."""
+    """Call a method, which returns an iterable, of a value at its owner; return the stream of its items."""
     check_no_gradients()
     peer, what, frame = method_request(rref, name, args, kwargs)
     return send_stream_call(rref._references.node, peer, what, frame, timeout_s, rref._creation)
@@ -241,10 +236,10 @@ def send_stream_call(
     timeout_s: float | None,
     creation: Creation | None = None,
 ) -> Stream[Any]:
-    """Send the request ``frame`` as a stream's. ``creation``: of the value that the function is a method of."""
+    """Send ``frame`` as the request of a stream. ``creation``: the creating call of the method's object."""
     call = StreamCall(node.part(Streams), peer, what, 0.0 if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s))
     if creation is not None and not (creation.arrived and creation.error is None):
-        creation.attach(call, frame)  # there may be no value to call a method of
+        creation.attach(call, frame)  # if the creation fails, no object exists to call
     if is_profiled() or PROFILING.everywhere:
         call.profile = PROFILING.begin_call(node, peer, "async", what, None)
     frame.flags |= STREAM

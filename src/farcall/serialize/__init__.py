@@ -13,12 +13,13 @@ from farcall.serialize.context import (
 from farcall.serialize.devices import discard, has_devices, withdraw_lent
 from farcall.serialize.failures import decode_failure, encode_failure, in_one_line
 from farcall.serialize.functions import decode_function, encode_function
-from farcall.serialize.pickler import TablePickler, read_value, restrict, takes_long, write_call, write_value
+from farcall.serialize.pickler import FLAT_FORM, TablePickler, read_value, restrict, takes_long, write_call, write_value
 from farcall.serialize.policy import installed_pickler, register_reducer, use_rpc_pickler
 from farcall.serialize.recording import RECORDING
 from farcall.serialize.tensors import map_cpu_tensors
 
 __all__ = [
+    "FLAT_FORM",
     "RECORDING",
     "Allowance",
     "Encoding",

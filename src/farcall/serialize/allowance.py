@@ -1,7 +1,8 @@
-"""What others may call, create and unpickle here, where a program has said so: everything else is refused by its name.
+"""The allow-list of this process: which functions and classes peers may call, create and unpickle here.
 
-Owns the table that `farcall.allow` fills, and the unpickler that is used from then on. Without a table (``INSTALLED``
-is empty) members trust each other with code, and pickle reads what it is given.
+Owns the table that `farcall.allow` fills, and the restricted unpickler that reads messages from then on. Everything
+outside the table is refused, and the refusal names it. Without a table (``INSTALLED`` is empty) members trust each
+other with code, and plain pickle reads every message.
 
     a caller sends                              read here
     the name of a function, script or class     if it is in the table, letter by letter: nothing is imported before
@@ -10,13 +11,13 @@ is empty) members trust each other with code, and pickle reads what it is given.
     plain values and tensors without pickle (`flat.py`)                 always
     a pickle                                    plain values, containers, tensors, references, the classes of the table
 
-With ``trust="data"`` it stays at named functions and `flat.py`: a pickle is refused before a byte of it is read, and
-there are no references to values of this process.
+With ``trust="data"`` only named functions and `flat.py` are left: a pickle is refused before a byte of it is read, and
+peers cannot hold references to values of this process.
 
-The unpickler is Python's own, in Python, where each way from bytes to a call can be closed: what is called must be a
-class of the table or a function of the list below, and state is given to instances of these classes only, so neither a
-class nor a function can be changed. `torch.load(weights_only=True)` is the model. It is slower than pickle, which few
-messages need.
+The unpickler extends the pure-Python one of the standard library, where every opcode that calls something can be
+overridden: it calls only classes of the table and functions of the list below, and sets state only on instances of
+these classes, so a message can change neither a class nor a function. `torch.load(weights_only=True)` is the model. It
+is slower than the C unpickler, but few messages need pickle at all.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ import torch
 
 from farcall.errors import InitError, NotAllowed
 
-_OWNERS = b"pfarcall.rpc.owner_methods\0"
-_SHARED = b"pfarcall.rpc.remote_tensor\0"
+_OWNERS = b"pfarcall.rpc.owned_values\0"
+_SHARED = b"pfarcall.rpc.shared_tensor\0"
 _METHOD = _OWNERS + b"methods.of_"
 _ALWAYS: Final = frozenset(
     {
@@ -49,7 +50,7 @@ _ALWAYS: Final = frozenset(
         *(_SHARED + name for name in (b"lend", b"lend_memory", b"settle", b"read", b"write")),
     }
 )
-"""What farcall itself calls: values that are referred to, and tensors that are shared."""
+"""Functions that farcall itself calls, for referenced values and shared tensors."""
 _OF_PLAIN_DATA: Final = frozenset(
     {
         b"pfarcall.rpc.gather\0_contribute",
@@ -57,7 +58,7 @@ _OF_PLAIN_DATA: Final = frozenset(
         *(b"pfarcall.launcher.worker\0" + name for name in (b"is_ready", b"end_worker", b"describe")),
     }
 )
-"""The same, of plain data: barriers, published weights, and workers that a program launched."""
+"""Functions that farcall itself calls with plain data: barriers, published weights, and launched workers."""
 
 _SCRIPTS: Final = "__torch__."
 _PLAIN: Final = (
@@ -91,12 +92,12 @@ _SAFE_FUNCTIONS: Final = {
 
 
 class Allowance:
-    """A table of functions and classes, as names: what is not loaded here is not loaded for a refusal."""
+    """A table of functions and classes, kept as names: to refuse a name never imports its module."""
 
     def __init__(
         self, functions: Iterable[Any], classes: Iterable[Any], trust: Literal["calls", "data"] = "calls"
     ) -> None:
-        """Each a function or class, or its name, ``"module:name"``."""
+        """Each entry is a function or class, or its name as ``"module:name"``."""
         if trust not in ("calls", "data"):
             raise ValueError(f"trust must be 'calls' or 'data', not {trust!r}")
         self.trust: Literal["calls", "data"] = trust
@@ -108,7 +109,7 @@ class Allowance:
         self._functions = frozenset(f"p{module}\0{name}".encode() for module, name in named) | {
             f"s{_SCRIPTS}{name if module == '__main__' else f'{module}.{name}'}".encode() for module, name in named
         }
-        # torch's operators go by their overload, once arguments have told which one is meant.
+        # A caller resolves torch's operators to an overload by the arguments, and sends the name of the overload.
         self._operators = frozenset(
             name for module, name in named if module in ("torch", "torch._C._VariableFunctions")
         )
@@ -131,7 +132,7 @@ class Allowance:
                 return
             name = data[len(_METHOD) :].decode(errors="replace")
             if name.isidentifier() and not name.startswith("_"):
-                return  # of which values, `check_method` decides
+                return  # `check_method` looks at the class of the value, once that is known
         if data[:1] in (b"b", b"o"):
             parts = data[1:].decode(errors="replace").split(".")
             if len(parts) > 1 and parts[0] == "aten" and parts[1] in self._operators:
@@ -139,13 +140,13 @@ class Allowance:
         raise _refused(f"the function {_readable(data)}")
 
     def check_method(self, value: Any, name: str) -> None:
-        """Raise ``NotAllowed`` unless methods of ``value`` may be called from elsewhere."""
+        """Raise ``NotAllowed`` unless peers may call methods of ``value``."""
         kind = type(value)
         if (kind.__module__, kind.__qualname__) not in self.classes:
             raise _refused(f"the method {name!r} of a {kind.__module__}.{kind.__qualname__}")
 
     def find(self, module: str, name: str) -> Any:
-        """The class or function of that name, if a pickle may name it."""
+        """Return the class or function of that name if a pickle may name it; raise ``NotAllowed`` otherwise."""
         safe = _known().get((module, name))
         if safe is not None:
             return safe
@@ -155,7 +156,7 @@ class Allowance:
                 found = getattr(found, part)
             if isinstance(found, type):
                 return found
-        if module == "torch" and isinstance(vars(torch).get(name), _CONSTANTS):  # getattr may import
+        if module == "torch" and isinstance(vars(torch).get(name), _CONSTANTS):  # not getattr, which may import
             return vars(torch)[name]
         if module in _ERRORS:
             error = getattr(sys.modules[module], name, None)
@@ -174,7 +175,7 @@ class Allowance:
 
 
 def read_table(path: str) -> Allowance:
-    """The table at ``"module:table"``: a dict with ``functions`` and ``classes``."""
+    """Import the table at ``"module:table"``: a dict with ``functions`` and ``classes``."""
     module, _, name = path.partition(":")
     try:
         table = getattr(importlib.import_module(module), name)
@@ -186,7 +187,7 @@ def read_table(path: str) -> Allowance:
 
 
 class _Installed:
-    """The table of this process; None: members may send code."""
+    """The table of this process. Mutable: `install` replaces it. None: members may send code."""
 
     allowance: Allowance | None = None
     takes_pickles: bool = True
@@ -196,13 +197,13 @@ INSTALLED = _Installed()
 
 
 def install(allowance: Allowance | None) -> None:
-    """Go by ``allowance`` from now on; None: trust everybody."""
+    """Enforce ``allowance`` from now on; None: trust everybody."""
     INSTALLED.allowance = allowance
     INSTALLED.takes_pickles = allowance is None or allowance.trust != "data"
 
 
 def loads(data: bytes | memoryview, buffers: Iterable[Any] | None = None) -> Any:
-    """``pickle.loads``, as far as the table of this process allows."""
+    """``pickle.loads``, restricted to the table of this process."""
     allowance = INSTALLED.allowance
     if allowance is None:
         return pickle.loads(data, buffers=buffers)
@@ -211,16 +212,16 @@ def loads(data: bytes | memoryview, buffers: Iterable[Any] | None = None) -> Any
 
 
 def refuse_pickles() -> None:
-    """Raise ``NotAllowed`` where nothing is unpickled at all."""
+    """Raise ``NotAllowed`` if this process accepts no pickles at all."""
     if not INSTALLED.takes_pickles:
         raise _refused("a pickle", "plain data and tensors")
 
 
-_Unpickler: Any = pickle._Unpickler  # the one in Python, which can be refined
+_Unpickler: Any = pickle._Unpickler  # pure Python: its opcodes can be overridden, those of the C unpickler cannot
 
 
 class _Reader(_Unpickler):  # type: ignore[misc]
-    """Reads a pickle; see the module's docstring."""
+    """An unpickler that obeys an `Allowance`; see the module's docstring."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(_Unpickler.dispatch)
 
@@ -232,7 +233,7 @@ class _Reader(_Unpickler):  # type: ignore[misc]
         return self._allowance.find(module, name)
 
     def get_extension(self, code: int) -> None:
-        # Not by way of copyreg's cache, which asks nobody.
+        # Bypass copyreg's cache: it returns an object without a call of `find_class`.
         key = copyreg._inverted_registry.get(code)  # type: ignore[attr-defined]
         if key is None:
             raise _refused(f"the extension {code} of pickle")
@@ -263,14 +264,15 @@ class _Reader(_Unpickler):  # type: ignore[misc]
         value, state = self.stack[-2:]
         kind = type(value)
         if issubclass(kind, torch.Tensor):
-            raise _refused(f"the state of a {kind.__qualname__}")  # farcall's own form needs none
+            raise _refused(f"the state of a {kind.__qualname__}")  # farcall's own descriptors set none
         numpy = sys.modules.get("numpy")
-        if numpy is None or not issubclass(kind, numpy.dtype):  # of which each kind of number has a class
+        if numpy is None or not issubclass(kind, numpy.dtype):  # numpy has one dtype class per kind of number
             self._checked(kind)
             if numpy is not None and issubclass(kind, numpy.ndarray) and value.nbytes:
-                raise _refused("the state of an array that has one")  # others may lie over its memory, which is freed
+                # Setting the state frees the array's memory, which other arrays may still view.
+                raise _refused("the state of an array that has one")
         elif not _is_as_it_was(value, state):
-            raise _refused("the state of a dtype of numpy's that is not plain")  # numpy believes whatever it says
+            raise _refused("the state of a dtype of numpy's that is not plain")  # numpy does not validate it
         super().load_build()
 
     def _never(self) -> None:
@@ -301,15 +303,18 @@ _REBUILDING: Final = ("rebuild_special", "rebuild_as", "rebuild_storage")
 
 
 def _is_harmless(function: Any, arguments: tuple[Any, ...]) -> bool:
-    """Does a call of ``function``, which is known, take no more time and memory than its bytes, and show only these?"""
+    """Is the cost of this call bounded by the size of its message, and does it expose no other memory?
+
+    ``function`` is one that `Allowance.may_be_made` accepts.
+    """
     if function in (torch.Tensor, torch.nn.Parameter, torch._utils._rebuild_sparse_tensor):
-        return False  # they are named only; called with sizes they show memory as it was, or check nothing
+        return False  # only to be named: called, they expose uninitialized memory or check nothing
     if function in _CONTAINERS:
         return all(type(a) in _CONTENTS or (function is collections.deque and type(a) is int) for a in arguments)
-    if function is fractions.Fraction:  # "1e999999999"
+    if function is fractions.Fraction:  # "1e999999999" would take gigabytes
         return all(type(a) is int or (type(a) is str and _FRACTION.fullmatch(a)) for a in arguments)
     home, name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
-    if home == "farcall.serialize.rebuild" and name in _REBUILDING:  # they call what they are given
+    if home == "farcall.serialize.rebuild" and name in _REBUILDING:  # they call their argument
         inner = arguments[1 if name == "rebuild_as" else 0] if len(arguments) > 1 else None
         return (
             not isinstance(inner, type)
@@ -330,7 +335,7 @@ def _is_harmless(function: Any, arguments: tuple[Any, ...]) -> bool:
 
 
 def _is_as_it_was(dtype: Any, state: Any) -> bool:
-    """Does ``state`` change nothing of a numpy ``dtype`` but the order of bytes, and the unit of a date?"""
+    """Does ``state`` leave a numpy ``dtype`` as it is, except for the byte order and the unit of a date?"""
     return (
         type(state) is tuple
         and (len(state) == 8 or (len(state) == 9 and dtype.kind in "mM"))
@@ -378,7 +383,7 @@ def _written(names: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _known() -> dict[tuple[str, str], Any]:
-    """What every pickle may name, as far as its module is loaded here."""
+    """Everything that any pickle may name, from modules that are already loaded."""
     loaded = sum(module in sys.modules for module in _SAFE_FUNCTIONS)
     return _known_of(loaded)
 

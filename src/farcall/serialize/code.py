@@ -1,4 +1,4 @@
-"""Functions and classes that no other worker can import: sent by value, where cloudpickle is installed.
+"""Functions and classes that no other worker can import: sent by value if cloudpickle is installed.
 
     a function or class                                       travels
     its module and name lead to it                            by name
@@ -6,12 +6,12 @@
     the same, of a program that launched its workers          by value: nobody else runs this program
     a lambda, a closure, something re-bound, a local class    by value
 
-A ``__main__`` without a file is a REPL, a notebook or ``python -c``. Where ``__main__`` is a file, every worker is
-taken to run that file: names are quick, and mean the same code everywhere. Without cloudpickle all goes by name, or not
-at all. What goes by value is written anew for each call, so a redefinition counts from the next call on.
+A ``__main__`` without a file is a REPL, a notebook or ``python -c``. If ``__main__`` is a file, farcall assumes that
+every worker runs that file: names are quick, and mean the same code everywhere. Without cloudpickle code goes by name
+or not at all. Code sent by value is serialized anew for each call, so a redefinition takes effect with the next call.
 
-Owns that decision, and the bytes of code. It does not know messages: tensors and references that a closure holds are
-written by the reducers of the message that the code is part of.
+Owns that decision, and the bytes of code. It does not know messages: the reducers of the surrounding message write the
+tensors and references that a closure holds.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _missing = object()
 
 
 class Main:
-    """What is known of this process' ``__main__``."""
+    """Facts about the ``__main__`` of this process."""
 
     is_alone: bool = False
-    """Is it a program that no other worker runs? `farcall.launch` says so."""
+    """Is it a program that no other worker runs? `farcall.launch` sets this."""
 
 
 MAIN: Main = Main()
@@ -54,12 +54,12 @@ def is_of_session(module_name: object) -> bool:
     if MAIN.is_alone:
         return True
     main = sys.modules["__main__"].__dict__
-    # Of a program that comes through a pipe, the file is called "<stdin>".
+    # For a program read from a pipe, ``__file__`` is "<stdin>".
     return "get_ipython" in main or str(main.get("__file__", "<")).startswith("<")
 
 
 def goes_by_value(code: Any) -> bool:
-    """Does its name lead nowhere, or elsewhere, and can it be sent otherwise?"""
+    """Does its name not lead back to ``code``, and is cloudpickle installed to send it by value?"""
     module_name, qualified_name = code.__module__, code.__qualname__
     if not is_of_session(module_name):
         found: Any = sys.modules.get(module_name, _missing)
@@ -81,7 +81,7 @@ def _dump(code: Any, encoding: Encoding) -> bytes:
     cloudpickle: Any = importlib.import_module("cloudpickle")
 
     class CodePickler(cloudpickle.CloudPickler):  # type: ignore[misc]
-        """cloudpickle, with the reducers of the message for all that is not code."""
+        """cloudpickle for code, and the reducers of the message for everything else."""
 
         def reducer_override(self, value: Any) -> Any:
             reducer = REDUCERS.get(type(value))
@@ -96,7 +96,7 @@ def _dump(code: Any, encoding: Encoding) -> bytes:
 
 
 def load_code(data: bytes) -> Any:
-    """The function or class that the caller wrote by value."""
+    """Load a function or class that the caller sent by value."""
     try:
         cloudpickle: Any = importlib.import_module("cloudpickle")
     except ModuleNotFoundError:

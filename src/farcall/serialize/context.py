@@ -1,11 +1,11 @@
 """The state of one message while it is written (``Encoding``) or read (``Decoding``).
 
 Owns the pickler object, the tables of storages and buffers that grow beside the pickle, and the
-thread-local pointer by which rebuild functions find the message they are part of. It does not know how a
+thread-local pointer through which rebuild functions find the message they are part of. It does not know how a
 tensor is described.
 
-Invariant: an Encoding comes out of ``reset`` as it came out of ``__init__``, so it can be used for message
-after message; contexts nest (a rebuild function may itself decode a message).
+Invariants: ``reset`` leaves an Encoding as ``__init__`` did, so one object serves message after message;
+contexts nest (a rebuild function may itself decode a message).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from farcall.serialize.spans import SegmentTable, StorageRecord
 
 IN_BAND_LIMIT_BYTES = 4096
-"""Memory up to this size is cheaper as part of the pickle than as a buffer of its own in the frame."""
+"""Up to this size, memory is cheaper inside the pickle than as a separate buffer of the frame."""
 
 _PROTOCOL = 5
 # Pickle's extension codes name a function by a number: reading one costs a dict lookup, not an import. The
-# numbers spell "farc" so that nobody else's registration collides with them.
+# first number spells "farc", to avoid collisions with the registrations of other libraries.
 _FIRST_EXTENSION_CODE = 0x66617263
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -40,14 +40,14 @@ Fallback = Callable[[Any, "Encoding"], Any]
 
 
 class _Chunks(list[bytes]):
-    """A file to the pickler: it appends each write."""
+    """A file object for the pickler: each write is appended to the list."""
 
     __slots__ = ()
     write: ClassVar[Callable[..., None]] = list.append
 
 
 class IfUnsent:
-    """Takes back what the receiver takes over for good when it gets the message: not if it may have got it."""
+    """An undo for something that the receiver takes over with the message: runs only if the message never left."""
 
     __slots__ = ("_undo",)
 
@@ -59,29 +59,29 @@ class IfUnsent:
 
 
 class WithCall:
-    """Takes back what is of no use once the call has ended, answered or not. Its maker looks for that."""
+    """An undo for something that only the call needs. Its maker also runs it when the call ends, answered or not."""
 
     __slots__ = ("_undo", "call_id")
 
     def __init__(self, undo: Callable[[], None]) -> None:
         self._undo = undo
-        self.call_id: int = 0  # of the call, once it is in the table of calls
+        self.call_id: int = 0  # set by `tie`, once the call is in the table of calls
 
     def __call__(self) -> None:
         self._undo()
 
 
 def tie(frame: Frame) -> None:
-    """Tell what belongs to the call of the request ``frame`` which call that is."""
+    """Give every `WithCall` of the request ``frame`` the id of its call."""
     for undo in frame.undo:
         if undo.__class__ is WithCall:
             undo.call_id = frame.call_id
 
 
 def withdraw(frame: Frame) -> None:
-    """Take back what writing ``frame`` changed: it was not sent, or nobody knows. To be called in an ``except`` block.
+    """Undo the side effects of writing ``frame``, which may not have been sent. Call in an ``except`` block.
 
-    The error being handled tells which: an error of ours says whether the message may have arrived.
+    The error being handled decides which of them: farcall's errors say whether the message may have arrived.
     """
     unsent = not frame.handed_over or getattr(sys.exception(), "delivery", None) is Delivery.NOT_SENT
     for undo in frame.undo:
@@ -94,13 +94,13 @@ def withdraw(frame: Frame) -> None:
 
 
 def decline(frame: Frame, peer: Any) -> None:
-    """Say that ``frame`` came from ``peer`` and nobody will read it."""
+    """Report to the autograd context that ``frame`` came from ``peer`` and nobody will read it."""
     if frame.message_id and frame.recording is not None:
         frame.recording.decline_receive(peer, frame.message_id)
 
 
 class _Seeds:
-    """Functions that every message knows from the start, so that naming one costs two bytes.
+    """Functions that every message's memo holds from the start, so that naming one costs two bytes.
 
     A fresh pickler's memo already holds them, and ``prelude`` makes the unpickler's memo hold them too.
     Without this, naming a rebuild function costs more than all the rest of a small tensor.
@@ -120,7 +120,7 @@ class _Seeds:
         self.prelude += pickle.EXT4 + code.to_bytes(4, "little") + pickle.MEMOIZE + pickle.POP
         seeded = pickle.Pickler(_Chunks(), _PROTOCOL)
         seeded.memo = {id(known): (index, known) for index, known in enumerate(self.functions)}
-        # The proxy, not the dict: assigning it is one C-level copy of a small table.
+        # Keep the memo proxy, not the dict: assigning a proxy to a pickler is one C-level copy of a small table.
         self.memo = seeded.memo
 
 
@@ -137,7 +137,7 @@ _Tensor = torch.Tensor
 
 
 class Encoding(pickle.Pickler):
-    """One message being written."""
+    """One message being written. Mutable: every field belongs to the present message; `reset` clears them."""
 
     __slots__ = (
         "buffers",
@@ -158,15 +158,15 @@ class Encoding(pickle.Pickler):
     )
 
     peer: Any
-    """Whom the message is for; reducers of references need it."""
+    """The receiver of the message; reducers of references need it."""
     tensors: list[torch.Tensor] | None
-    """Every tensor met, in the order in which the reader meets them; None when nobody asked."""
+    """Every tensor met, in the order in which the reader meets them; None if no autograd context records them."""
     temporaries: bool
-    """May a reducer have made objects that nobody else holds, and whose end is more than freed memory?"""
+    """May a reducer have made objects that only the memo holds, and whose destructors run code?"""
     is_request: bool
-    """Is this a call, and not an answer to one? Devices are mapped accordingly."""
+    """Is this a call, and not an answer? Device maps have a direction."""
     device_records: list[DeviceRecord] | None
-    """Storages on devices, or that go to one; None where there is none."""
+    """Storages on devices, or bound for one; None if the message has none."""
 
     def __init__(self, fallback: Fallback) -> None:
         self.chunks: _Chunks = _Chunks()
@@ -188,7 +188,7 @@ class Encoding(pickle.Pickler):
         self.memo = SEEDS.memo
 
     def reducer_override(self, value: Any) -> Any:
-        """Called by the pickler for everything that is not a builtin value."""
+        """Reduce ``value``; the pickler calls this for everything that is not a builtin value."""
         kind = type(value)
         if kind is not _Tensor:
             self.temporaries = True
@@ -199,23 +199,23 @@ class Encoding(pickle.Pickler):
         return self.fallback(value, self)
 
     def on_failure(self, undo: Callable[[], None]) -> None:
-        """Run ``undo`` if this message cannot be written after all (a reducer changed something)."""
+        """Register the undo of a reducer's side effect, for the case that the message cannot be written or sent."""
         self.undo.append(undo)
 
     def note(self, note: Any, undo: Callable[[], None]) -> int:
-        """Send ``note`` beside the pickle; its place among them. ``undo``: see ``on_failure`` and `withdraw`."""
+        """Send ``note`` beside the pickle; return its index. ``undo``: see ``on_failure`` and `withdraw`."""
         self.on_failure(undo)
         self.notes.append(note)
         return len(self.notes) - 1
 
     def reset(self) -> None:
         """Forget the message."""
-        # What reducers made for this message lives in the memo alone. While pickle empties that, nothing may die:
-        # a garbage collection then, in a destructor or because one let go of the interpreter (as those of tensors do),
-        # would look at freed entries.
+        # Objects that reducers made for this message live in the memo alone. None of them may die while pickle empties
+        # the memo: a garbage collection at that moment, in a destructor or after one released the GIL (as those of
+        # tensors do), would visit freed entries. So a copy keeps them alive until the memo is replaced.
         held = self.memo.copy() if self.temporaries else None
-        # A new small table each time: clearing the old one would cost as much as the largest message ever
-        # sent.
+        # Replace the memo by a new small table: a cleared one keeps the size of the largest message ever sent, and
+        # each later clearing would cost as much.
         self.memo = SEEDS.memo
         if held is not None:
             self.temporaries = False
@@ -237,7 +237,7 @@ class Encoding(pickle.Pickler):
             self.peer = self.tensors = None
 
     def _take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """Take a large buffer out of the pickle; True leaves it in."""
+        """Move a large buffer out of the pickle; True leaves a small one in."""
         memory = buffer.raw()
         if memory.nbytes <= IN_BAND_LIMIT_BYTES:
             return True
@@ -246,7 +246,7 @@ class Encoding(pickle.Pickler):
 
 
 class Decoding:
-    """One message being read."""
+    """One message being read. Mutable: ``inline``, ``storages`` and ``tensors`` grow as tensors are rebuilt."""
 
     __slots__ = ("buffers", "devices", "forks", "inline", "peer", "segments", "storages", "table", "tensors")
 
@@ -278,7 +278,7 @@ CURRENT = _Current()
 
 
 def current_decoding() -> Decoding:
-    """Return the message that this thread is reading; for rebuild functions."""
+    """Return the message that this thread is reading. For rebuild functions."""
     decoding = CURRENT.decoding
     if decoding is None:
         raise SerializationError("this value can only be read as part of a farcall message, not by pickle alone")
@@ -286,19 +286,19 @@ def current_decoding() -> Decoding:
 
 
 def current_encoding() -> Encoding | None:
-    """Return the message for which a user's pickler is at work in this thread, if any."""
+    """Return the message that a user's pickler is writing in this thread, if any."""
     return CURRENT.encoding
 
 
 def enter_decoding(decoding: Decoding | None) -> Decoding | None:
-    """Make ``decoding`` this thread's current message; return the one before, to be entered again."""
+    """Make ``decoding`` this thread's current message; return the previous one, to be restored later."""
     previous = CURRENT.decoding
     CURRENT.decoding = decoding
     return previous
 
 
 def enter_encoding(encoding: Encoding | None) -> Encoding | None:
-    """Make ``encoding`` the message a user's pickler writes for; return the one before."""
+    """Make ``encoding`` the message that a user's pickler writes for; return the previous one."""
     previous = CURRENT.encoding
     CURRENT.encoding = encoding
     return previous

@@ -1,14 +1,15 @@
-"""Tensors on devices taken apart and rebuilt: beside CUDA ones also CPU tensors that a device map sends to a device.
+"""Tensors on devices, taken apart and rebuilt: CUDA tensors, and CPU tensors that a device map sends to a device.
 
 Owns the table of such storages that follows a message's pickle. Copies are made when the pickle is complete, since only
-then all views of a storage are known. How bytes get to the peer is the business of the peer's ``devices``: they are
-lent to it on the device (a ticket), or travel through the host as a buffer of the message, or inside the table.
+then all views of a storage are known. The peer's ``devices`` decide how the bytes travel: lent to the peer on the
+device (a ticket), through the host as a buffer of the message, or inside the table.
 
     table:     for each storage: (target device, its parts by low byte)
     part:      (low byte, compact?, how, what)
     how, what: 0 ticket   1 the number of the buffer   2 the bytes
 
-Invariant: each ticket of a table is taken once or dropped once, also where the message is not read (`discard`).
+Invariant: each ticket of a table is either taken or dropped, exactly once, even if the message is never read
+(`discard`).
 """
 
 from __future__ import annotations
@@ -44,45 +45,45 @@ _device = lru_cache(torch.device)
 _name = lru_cache(str)
 
 Form = tuple[tuple[int, ...], torch.dtype]
-"""The shape and the type of a contiguous tensor."""
+"""The shape and dtype of a contiguous tensor."""
 Part = tuple[int, bool, int, Any]
 DeviceTable = list[tuple[str, list[Part]]]
 _Descriptor = tuple[Any, tuple[Any, ...]]
 
 
 class PeerDevices(Protocol):
-    """A peer's devices, as messages to and from it see them; None at a peer that no map leads to or from."""
+    """A peer's devices, as seen by messages to and from it. Peers without a device map have None instead."""
 
     def target(self, device: torch.device, is_request: bool) -> torch.device | None:
-        """Where at the peer a tensor on ``device`` goes; None: no map says so."""
+        """The peer's device for a tensor on ``device``; None if the map has no entry."""
 
     def place(
         self, source: torch.Tensor, size: int, target: torch.device, is_request: bool
     ) -> tuple[Any, ...] | bytearray | memoryview:
-        """Lend the peer a copy of ``source`` (``size`` bytes), made on the current stream: a ticket. Or its bytes, for
-        the way through the host."""
+        """Lend the peer a copy of ``source`` (``size`` bytes), made on the current stream, and return its ticket; or
+        return the bytes, to be sent through the host."""
 
     def take_back(self, ticket: tuple[Any, ...]) -> None:
-        """The blocks that were lent are not sent after all, or were lost on their way."""
+        """Take lent blocks back: their message was not sent, or was lost on the way."""
 
     def take(self, ticket: Any, target: torch.device, form: Form | None = None) -> torch.Tensor:
-        """What the peer lent, as a tensor of that ``form`` where it had to be copied; else as bytes."""
+        """Return the memory that the peer lent: as a tensor of ``form`` if it had to be copied, else as bytes."""
 
     def drop(self, ticket: Any) -> None:
-        """The blocks that the peer lent will not be taken."""
+        """Return lent blocks to the peer without reading them."""
 
     def to_device(self, source: memoryview, target: torch.device) -> torch.Tensor:
-        """Bytes of the host on a device; more may follow them."""
+        """Copy bytes from the host to a device. The tensor may be longer than ``source``."""
 
 
 class DeviceRecord:
-    """A storage on a device, or bound for one, and the views of it met so far."""
+    """A storage on a device, or bound for one, and the views of it met so far. Mutable: ``first`` and ``views``."""
 
     __slots__ = ("first", "index", "storage", "target", "views")
 
     def __init__(self, index: int, storage: torch.UntypedStorage, target: torch.device) -> None:
         self.index: int = index
-        self.first: torch.Tensor | None = None  # what needs no other look at its storage, if it is the only view
+        self.first: torch.Tensor | None = None  # if it stays the only view, it is copied as it is
         self.storage: torch.UntypedStorage = storage
         self.target: torch.device = target
         self.views: list[View] = []
@@ -144,7 +145,7 @@ def _no_map(device: torch.device, encoding: Encoding) -> str:
     info = getattr(encoding.peer, "info", None)
     name = "the peer" if info is None else info.name
     if encoding.is_request:
-        # The second sentence is what programs written for torch.distributed.rpc look for.
+        # Programs written for torch.distributed.rpc match the text in parentheses, which is torch's own.
         return (
             f"no device map says where a tensor on {device} goes on {name}: give the options device_maps, or send "
             "tensor.cpu(). (TensorPipe RPC backend only supports CPU tensors by default, please move your tensors "
@@ -158,7 +159,7 @@ def _no_map(device: torch.device, encoding: Encoding) -> str:
 
 
 def write_device_table(encoding: Encoding) -> bytes:
-    """Have what the records need copied, and return the table; what goes as a buffer is one of ``encoding``'s then."""
+    """Copy the memory of all records and return their table. Parts that travel as buffers are added to ``encoding``."""
     devices: PeerDevices = encoding.peer.devices
     table: DeviceTable = []
     assert encoding.device_records is not None
@@ -207,7 +208,7 @@ def _place(
     size: int,
     compact: bool,
 ) -> Part:
-    """Have a tensor on a device, which records no gradient, copied."""
+    """Let the peer's devices copy a tensor that records no gradient."""
     placed = devices.place(source, size, target, encoding.is_request)
     if not isinstance(placed, tuple):
         return _write_memory(encoding, low, compact, placed)
@@ -226,7 +227,7 @@ def _write_memory(encoding: Encoding, low: int, compact: bool, memory: bytearray
 
 
 def read_device_table(payload: bytes | memoryview) -> tuple[DeviceTable, bytes | memoryview]:
-    """The table, and the payload without it."""
+    """Split a payload into its device table and the rest."""
     end = len(payload) - 1 - _length.size
     (length,) = _length.unpack_from(payload, end)
     table: DeviceTable = loads(payload[end - length : end])
@@ -234,7 +235,7 @@ def read_device_table(payload: bytes | memoryview) -> tuple[DeviceTable, bytes |
 
 
 def drop_tickets(table: DeviceTable, peer: Any) -> None:
-    """Give back the blocks that were lent for a message and not taken."""
+    """Give back the blocks that were lent for a message and not taken. Idempotent: the table is emptied."""
     for _, parts in table:
         for _, _, how, what in parts:
             if how == _TICKET:
@@ -243,18 +244,18 @@ def drop_tickets(table: DeviceTable, peer: Any) -> None:
 
 
 def has_devices(payload: bytes | memoryview) -> bool:
-    """Whether there are tensors on devices in a message."""
+    """Does a message contain tensors on devices?"""
     return len(payload) > 0 and payload[-1] == DEVICES_FORM
 
 
 def discard(payload: bytes | memoryview, peer: Any) -> None:
-    """A message that nobody will read: give back the blocks that were lent for it."""
+    """Give back the blocks that were lent for a message that nobody will read."""
     if has_devices(payload) and getattr(peer, "devices", None) is not None:
         drop_tickets(read_device_table(payload)[0], peer)
 
 
 def withdraw_lent(payload: bytes | memoryview, peer: Any) -> None:
-    """A message of ours that never arrived: take back the blocks that were lent for it."""
+    """Take back the blocks that this node lent for a message that never arrived."""
     for _, parts in read_device_table(payload)[0]:
         for _, _, how, what in parts:
             if how == _TICKET:
@@ -288,7 +289,7 @@ def rebuild_on_device(
     key = ("device", index, number)
     memory = decoding.storages.get(key)
     if memory is None:
-        # The usual tensor is all of its part, row by row: it is made once, as what it is, and not of bytes.
+        # The usual tensor fills its part in row-major order: build it directly, not as bytes with a view on top.
         form = (shape, dtype) if compact and 0 not in strides else None
         memory = decoding.storages[key] = _read_part(decoding, _device(name), parts, number, form)
         if form is not None and memory.dtype is dtype and memory.shape == shape and memory.stride() == strides:
@@ -303,7 +304,8 @@ def _read_part(
     low, compact, how, what = parts[number]
     devices: PeerDevices = decoding.peer.devices
     if how == _TICKET:
-        parts[number] = (low, compact, _BYTES, b"")  # taken, whatever comes of it
+        # Before ``take``: even if that fails, `drop_tickets` must not drop the ticket again.
+        parts[number] = (low, compact, _BYTES, b"")
         return devices.take(what, target, form)
     memory = memoryview(what) if how == _BYTES else decoding.buffers[what]
     if target.type != "cpu":

@@ -1,8 +1,8 @@
-"""Which part of a value cannot be pickled.
+"""The search for the part of a value that cannot be pickled.
 
-Owns the search that runs after an encoding failed, so that the error names a place and a type instead of
-pickle's bare complaint. It pickles parts again to find out, into nothing, with tensors and registered
-classes left out: their reducers may have effects. It decides nothing and never raises.
+Runs after an encoding failed, so that the error can name a place and a type, which pickle's own message lacks. It
+pickles each part again and discards the bytes. Tensors and registered classes are left out, since their reducers may
+have side effects. It decides nothing and never raises.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_PARTS = 10_000
 def find_culprit(value: Any, is_request: bool = False) -> tuple[str, str]:
     """Return where in ``value`` the innermost unpicklable part is, and its type, as text.
 
-    ``is_request``: it is a call's function and arguments, and its parts are named as the caller knows them.
+    ``is_request``: ``value`` is a call's function and arguments; its parts get the names that the caller knows.
     """
     path = ""
     try:
@@ -38,14 +38,14 @@ def find_culprit(value: Any, is_request: bool = False) -> tuple[str, str]:
                 return name + path.removeprefix(prefix), _type_name(value)
         return f"the value at {path}" if path else "the value", _type_name(value)
     except Exception:
-        # The user's own code runs in here (reductions, reprs of keys): a failing search says less, not more.
+        # The user's own code runs in here (reductions, reprs of keys). If it fails, report less; never a second error.
         return "the value", _type_name(value)
 
 
 def _names_in_request(value: Any) -> dict[str, str]:
-    """Under which names its caller knows the parts of a request (`rpc/call.py`, `rpc/method_calls.py`)."""
+    """The caller's names for the parts of a request (`rpc/call.py`, `rpc/method_calls.py`)."""
     if not isinstance(value, tuple) or not isinstance(value[-2], tuple):
-        return {}  # written by a pickler of the user's
+        return {}  # the output of a pickler that the user installed
     if len(value) == 3:
         return {"[0]": "func", "[1]": "args", "[2]": "kwargs"}
     first = value[0]

@@ -1,4 +1,4 @@
-"""An exception raised on one worker, brought to another.
+"""Exceptions that travel from the worker that raised them to the caller.
 
 Owns the record of a failure: texts that always survive (type, message, traceback) and, beside them, the
 exception's own reduction, which may not. It does not know calls.
@@ -6,11 +6,11 @@ exception's own reduction, which may not. It does not know calls.
     payload: (type name, message, remote traceback, payload of the reduction or None), pickled
     buffers: those of the reduction (an exception may carry tensors)
 
-Where members take no pickles the payload is flat, and there is no reduction: exceptions of Python's own and of
-farcall's are made again from their name and message.
+If members accept no pickles, the payload is flat and has no reduction: builtin exceptions and farcall's own are rebuilt
+from their name and message.
 
-Invariants: neither function raises, whatever the exception's class does; what would stop the receiving
-process (KeyboardInterrupt, SystemExit: anything that is not an Exception) never comes back as itself.
+Invariants: neither encoding nor decoding raises, whatever the exception's class does; an exception that would stop the
+receiving process (KeyboardInterrupt, SystemExit: anything that is not an Exception) is never raised there as itself.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from farcall.serialize.pickler import read_value, write_value
 _LONGEST_TEXT = 1 << 16
 _OURS = str(Path(__file__).parent.parent) + os.sep
 
-# What it takes to make the exception again: class, args, callable, its arguments, state, group members.
+# The parts from which an exception is rebuilt: class, args, callable, its arguments, state, group members.
 _Reduction = tuple[type[Exception], tuple[Any, ...], Any, tuple[Any, ...], Any, "list[Any] | None"]
 
 
 class ScriptError(torch.jit.Error, RuntimeError):
-    """An error of TorchScript code on the other worker. A RuntimeError, too: callers did not choose how it is run."""
+    """An error of TorchScript code on the callee. Also a RuntimeError, as callers did not choose how the code runs."""
 
 
 def encode_failure(error: BaseException, worker: object, peer: Any = None) -> Frame:
-    """The failure, to be sent to ``peer``, of an exception raised on ``worker`` (its name or WorkerInfo)."""
+    """Encode an exception raised on ``worker`` (its name or WorkerInfo) as a failure to be sent to ``peer``."""
     texts = (_type_name(error), _message(error), f"On {worker}:\n{_traceback(error)}")
     frame = Frame(FAILURE)
     reduction: bytes | memoryview | None = None
@@ -56,24 +56,24 @@ def encode_failure(error: BaseException, worker: object, peer: Any = None) -> Fr
             reduced = _reduce(error)
             try:
                 write_value(frame, reduced, peer)
-            except Exception:
+            except BaseException:
                 write_value(frame, _without_unpicklable_state(reduced), peer)
             reduction = frame.payload
-        except Exception:
-            pass  # its class, or what it carries, does not travel: the texts do
+        except BaseException:
+            pass  # its class or state cannot be pickled: the texts still travel
     frame.payload = pickle.dumps((*texts, reduction), 5)
     return frame
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error's type and message, for a list of errors."""
+    """Return an error's type and message on one line, for a list of errors."""
     return " ".join(f"{type(error).__name__}: {_message(error)}".split())
 
 
 def decode_failure(frame: Frame, peer: Any = None) -> BaseException:
-    """The exception to raise: of the original type, or a RemoteError that says what it was.
+    """Return the exception to raise: of the original type, or a RemoteError that describes it.
 
-    The remote traceback is its ``__cause__``, so that it is printed, and its attribute ``remote_traceback``.
+    Its ``__cause__`` is the remote traceback, so that Python prints it; so is its attribute ``remote_traceback``.
     """
     try:
         type_name, message, remote_traceback, reduction = read_value(Frame(FAILURE, payload=frame.payload))
@@ -98,9 +98,9 @@ def decode_failure(frame: Frame, peer: Any = None) -> BaseException:
 
 
 def _reduce(error: Exception) -> _Reduction:
-    """Take an exception apart in a way that can be put together with, or without, its constructor."""
+    """Take an exception apart so that it can be rebuilt with or without its constructor."""
     if type(error) is ExceptionGroup:
-        # Members one by one, as each may need the care that the group gets.
+        # Reduce members one by one: each may need its own fallback.
         members = [(_message(member), _reduce(member)) for member in error.exceptions]
         return ExceptionGroup, (error.message,), ExceptionGroup, (), dict(error.__dict__), members
     if type(error) is torch.jit.Error:
@@ -123,13 +123,13 @@ def _without_unpicklable_state(reduction: _Reduction) -> _Reduction:
 def _is_picklable(value: Any) -> bool:
     try:
         write_value(Frame(FAILURE), value)
-    except Exception:
+    except BaseException:
         return False
     return True
 
 
 def _rebuild(reduction: _Reduction, message: str) -> Exception | None:
-    """Make the exception: as pickle would; else without its constructor; else None."""
+    """Rebuild the exception as pickle would; else without its constructor; else return None."""
     cls, args, function, arguments, state, members = reduction
     if INSTALLED.allowance is not None and (function is not cls or not issubclass(cls, Exception)):
         return None
@@ -139,7 +139,7 @@ def _rebuild(reduction: _Reduction, message: str) -> Exception | None:
         group.__dict__.update(state)
         return group
     for way in (_by_constructor, _by_hand):
-        with suppress(Exception):  # a class may refuse in any way it likes; the next way, or none, answers that
+        with suppress(Exception):  # a user's class may raise anything here: try the next way
             error = way(cls, args, function, arguments)
             if state:
                 error.__setstate__(state)
@@ -149,7 +149,7 @@ def _rebuild(reduction: _Reduction, message: str) -> Exception | None:
 
 
 def _by_name(type_name: str, message: str) -> Exception | None:
-    """An exception of Python's own or of farcall's, if it says no more than its message."""
+    """Rebuild a builtin exception or one of farcall's, if its message is all that it carries."""
     home, _, name = type_name.rpartition(".")
     kind = vars(builtins if not home else errors).get(name) if home in ("", errors.__name__) else None
     if isinstance(kind, type) and issubclass(kind, Exception):
@@ -165,7 +165,7 @@ def _by_constructor(cls: Any, args: tuple[Any, ...], function: Any, arguments: t
 
 
 def _by_hand(cls: Any, args: tuple[Any, ...], function: Any, arguments: tuple[Any, ...]) -> Any:
-    # For classes whose constructor takes something else than what they pass on to ``Exception``.
+    # For classes whose constructor takes other arguments than they pass on to ``Exception``.
     error = cls.__new__(cls, *args)
     error.args = args
     return error
@@ -179,12 +179,12 @@ def _type_name(error: BaseException) -> str:
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as broken:
+    except BaseException as broken:
         return f"<its message cannot be made: {type(broken).__name__}>"
 
 
 def _from_the_function_on(error: BaseException) -> TracebackType | None:
-    """The traceback of ``error`` without the frames of farcall's that called the function."""
+    """The traceback of ``error`` without farcall's own frames above the user's function."""
     found = error.__traceback__
     while found is not None and found.tb_frame.f_code.co_filename.startswith(_OURS):
         found = found.tb_next
@@ -194,7 +194,7 @@ def _from_the_function_on(error: BaseException) -> TracebackType | None:
 def _traceback(error: BaseException) -> str:
     try:
         text = "".join(traceback.format_exception(type(error), error, _from_the_function_on(error)))
-    except Exception as broken:
+    except BaseException as broken:
         text = f"<its traceback cannot be made: {type(broken).__name__}>\n{_type_name(error)}: {_message(error)}"
     if len(text) > _LONGEST_TEXT:
         half = _LONGEST_TEXT // 2

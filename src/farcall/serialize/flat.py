@@ -1,8 +1,7 @@
-"""Plain values and plain CPU tensors as bytes: what most calls carry, without the machinery of pickle.
+"""The flat form of a payload: plain values and plain CPU tensors, as most calls carry, without pickle.
 
-Owns the flat form of a payload. ``_speedups.c`` does the same, compiled, and is used where it could be built and torch
-speaks DLPack's exchange API; ``FARCALL_SPEEDUPS=0`` switches it off. Every member reads this form; those without the
-compiled code write pickles.
+``_speedups.c`` is a compiled copy of this code, used if it could be built and torch supports DLPack's exchange API;
+``FARCALL_SPEEDUPS=0`` switches it off. Every member reads this form; members without the compiled code write pickles.
 
     description  data  u32  "F"      the length of the description, and the mark of the form
 
@@ -15,10 +14,10 @@ compiled code write pickles.
     o u8 u8 u8 i64*n   the same of OUT_OF_BAND_BYTES or more: its elements are the next buffer of the message
     r u32              a tensor that came before: its number among the tensors of the message, from 0
 
-All integers are little-endian. `write_flat` returns None for what does not fit: a subclass, another class, a tensor
-with strides, attributes or another device, a container or a storage met twice, since pickle keeps their identity. It
-does not know frames. Invariant: every length that a reader meets is compared with what is left. (Over 400 lines: writer
-and reader of one form are read side by side, and beside their C copies.)
+All integers are little-endian. `write_flat` returns None for a value that does not fit: a subclass, another class, a
+tensor with strides, attributes or another device, and a container or storage met twice, whose identity only pickle
+keeps. It does not know frames. Invariant: a reader compares every length with the bytes that are left. (Writer and
+reader share a file because they are read side by side, and beside their C copies.)
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from farcall.serialize.spans import copy_of, memory_of
 
 FLAT = ord("F")
 OUT_OF_BAND_BYTES = 64 * 1024
-"""Elements of a larger tensor are a buffer of the message, which may go through shared memory."""
+"""From this size on, a tensor's elements are a buffer of the message, which may travel through shared memory."""
 
 _VERSION = 2
-"""Of what ``_speedups.c`` and this file have in common: one that was built from another source is not used."""
+"""The version of the format that ``_speedups.c`` and this file share: a library with another version is not used."""
 _MOST_DEPTH = 32
 _MOST_DIMENSIONS = 64
 _MOST_TEXT_BYTES = 1 << 16
 _MOST_BYTES = (1 << 32) - 1
 _REQUIRES_GRAD = 1
 _MOST_CODE = 11
-"""The dtypes that the form knows are the first ones of ``rebuild.py``."""
+"""The form supports the first dtypes of ``rebuild.py``, up to this code."""
 
 _count = struct.Struct("<cI")
 _integer = struct.Struct("<cq")
@@ -60,11 +59,11 @@ Tensors = list[torch.Tensor] | None
 
 
 class _NotFlat(Exception):
-    """Pickle must do it."""
+    """The value does not fit the flat form: pickle must write it."""
 
 
 class _Writer:
-    """One value being written. Mutable: all of it grows."""
+    """One value being written. Mutable: the lists, ``seen`` and ``numbers`` grow."""
 
     __slots__ = (
         "buffers",
@@ -85,8 +84,8 @@ class _Writer:
         self.data: list[bytearray] = []
         self.buffers: list[memoryview] = []
         self.seen: set[int] = set()
-        self.kept: list[object] = []  # or the next object could lie at the address of one that is dropped meanwhile
-        self.numbers: dict[int, int] = {}  # of tensors, by address
+        self.kept: list[object] = []  # ``seen`` and ``numbers`` go by address: no address may be reused
+        self.numbers: dict[int, int] = {}  # the tensors' numbers, by address
         self.tensors = tensors
 
     def write(self, value: Any, depth: int = 0) -> None:
@@ -169,7 +168,7 @@ class _Writer:
         self.kept.append(storage)
         low = int(tensor.storage_offset()) * dtype.itemsize
         if low + size > storage.nbytes() or not storage.data_ptr():
-            raise _NotFlat  # somebody has shrunk the storage; or these are torch's lazy zeros
+            raise _NotFlat  # the storage was shrunk, or holds torch's lazy zeros
         if is_large:
             self.buffers.append(memory_of(storage, low, low + size))
         else:
@@ -202,9 +201,9 @@ def _joined(writer: _Writer) -> Written:
 
 
 def write_copied(value: Any, tensors: Tensors, out_of_band_bytes: int) -> Written:
-    """Like `write_flat`, for readers that take no pickles: values that pickle would keep together are copied singly.
+    """Like `write_flat`, for readers that accept no pickles: a value met twice is copied twice.
 
-    Raises ``TypeError``, which names what does not fit.
+    Raises ``TypeError``, which names the part that does not fit.
     """
     writer = _Writer(tensors, out_of_band_bytes, _MOST_BYTES)
     try:
@@ -215,7 +214,7 @@ def write_copied(value: Any, tensors: Tensors, out_of_band_bytes: int) -> Writte
 
 
 def _copied(value: Any, depth: int) -> Any:
-    """``value``, of which nothing is met twice, with tensors row by row."""
+    """Copy ``value`` so that no part occurs twice and all tensors are row-major."""
     kind = value.__class__
     if value is None or kind in (bool, float, str, bytes):
         return value
@@ -237,7 +236,7 @@ def _copied(value: Any, depth: int) -> Any:
 
 
 class _Reader:
-    """One payload being read. Mutable: the three positions."""
+    """One payload being read. Mutable: the three positions, and the list of tensors ``made``."""
 
     __slots__ = ("buffers", "data_at", "data_end", "made", "next_buffer", "payload", "tensors", "text_at", "text_end")
 
@@ -360,11 +359,11 @@ def read_in_python(payload: bytes | memoryview, buffers: Sequence[memoryview], t
 
 
 def _leave_to_pickle(value: Any, tensors: Tensors, out_of_band_bytes: int) -> None:
-    """Where nothing is compiled, pickle, which is, takes less time than `write_in_python`."""
+    """Stand in for `write_flat` without compiled code: C pickle is faster than `write_in_python`."""
 
 
 def _load_speedups() -> Any:
-    """The compiled half, ready for use; or why there is none."""
+    """Return the compiled module, set up; or the reason why it cannot be used."""
     if os.environ.get("FARCALL_SPEEDUPS") == "0":
         return "switched off by FARCALL_SPEEDUPS=0"
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
@@ -380,18 +379,18 @@ def _load_speedups() -> Any:
 
 _loaded = _load_speedups()
 speedups: str = _loaded if isinstance(_loaded, str) else ""
-"""Why the compiled half is not in use; empty if it is."""
+"""Why the compiled code is not in use; empty if it is."""
 
 copy_and_sum: Callable[[int, int, int], int] | None = getattr(_loaded, "copy_and_sum", None)
-"""Of `weights/checksums.py`, compiled; None where there is no such library."""
+"""A compiled function of `weights/checksums.py`; None without the library."""
 write_flat: Callable[[Any, Tensors, int], Written | None] = _leave_to_pickle if speedups else _loaded.write
-"""``write_flat(value, tensors, out_of_band_bytes)``: the payload and its buffers; None: pickle must do it.
+"""``write_flat(value, tensors, out_of_band_bytes)``: the payload and its buffers; None: pickle must write the value.
 
 Tensors met are appended to the list ``tensors``, unless that is None.
 """
 read_flat: Callable[..., Any] = read_in_python if speedups else _loaded.read
-"""``read_flat(payload, buffers, tensors)``: the value. Tensors lie over the buffers.
+"""``read_flat(payload, buffers, tensors)``: the value. Its large tensors view the buffers.
 
 Raises:
-    ValueError: the bytes are no such payload.
+    ValueError: the payload is malformed.
 """

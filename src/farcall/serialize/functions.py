@@ -1,8 +1,8 @@
-"""The function segment of a call: a function's name as bytes, and the function of that name.
+"""The function segment of a call: from a function to the bytes that name it, and back.
 
-Owns what may be named: module-level functions, classes, static and class methods, builtins, torch operators
-and TorchScript functions. Everything else that can be called (bound methods, ``functools.partial``,
-objects, code that is sent by value, see ``code.py``) is None here and goes with the arguments. It does not
+Owns the set of callables that have names: module-level functions, classes, static and class methods, builtins,
+torch operators and TorchScript functions. For every other callable (bound methods, ``functools.partial``, objects,
+code sent by value, see ``code.py``) `encode_function` returns None, and it travels with the arguments. It does not
 know how arguments are written.
 
     "p" module NUL dotted.name    a path to be walked
@@ -11,8 +11,8 @@ know how arguments are written.
     "s" qualified name of a TorchScript function
     "k" pickle                    builtins whose path pickle knows and we do not
 
-Invariant: a name is only sent if it leads to that very function here, and it is looked up anew at every
-call there, so re-binding is seen at once on both sides.
+Invariant: the caller sends a name only if it leads to that very function here, and the callee looks it up anew for
+every call, so both sides see re-binding at once.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from farcall.errors import FunctionNotFound, SerializationError
+from farcall.imports import current_frames
 from farcall.serialize import code, policy
 from farcall.serialize.allowance import INSTALLED, loads
 from farcall.serialize.rebuild import find_operator, find_script_function
@@ -36,10 +37,10 @@ _MOST_CACHED = 4096
 _missing = object()
 
 # id -> (function, module name, first attribute, further attributes, bytes).
-# The function is held, so its id stays its own.
+# The entry keeps the function alive, so that no other object can get its id.
 _written: dict[int, tuple[Any, str, str, tuple[str, ...], bytes]] = {}
 _read: dict[bytes, tuple[str, str, tuple[str, ...]]] = {}
-_final: dict[bytes, Any] = {}  # operators and TorchScript functions: once defined they stay what they are
+_final: dict[bytes, Any] = {}  # operators and TorchScript functions: they cannot be re-bound
 
 
 def encode_function(function: Any) -> bytes | None:
@@ -72,7 +73,7 @@ def decode_function(data: bytes | memoryview) -> Any:
 
 
 def forget_names() -> None:
-    """Look all names up anew: others may be allowed, or sent, from now on."""
+    """Clear the caches: the allow-list, or the way in which functions are sent, has changed."""
     _written.clear()
     _read.clear()
     _final.clear()
@@ -107,7 +108,7 @@ def _encode_function(function: Any) -> bytes | None:
         if pickle.loads(written) == function:
             return b"k" + written
     except Exception:
-        # Not to be named, then; pickled with the arguments it fails or not, with a better message.
+        # It has no name. Pickled with the arguments it may still travel, or fail with a better message.
         return None
     return None
 
@@ -117,7 +118,7 @@ def _encode_class_method(method: MethodType) -> bytes | None:
     if not isinstance(owner, type) or code.goes_by_value(owner):
         return None
     name = f"{owner.__qualname__}.{method.__name__}"
-    # A bound method is made anew at each access: equal, never identical, so it is not cached by identity.
+    # Each access makes a new bound method, equal but never identical: no caching by identity.
     if _walk(owner.__module__, name) != method:
         raise _not_importable(method, owner.__module__, name)
     return _path(owner.__module__, name)
@@ -133,14 +134,14 @@ def _remember(function: Any, module_name: str, name: str) -> bytes:
 
 
 def _path(module_name: str, name: str) -> bytes:
-    # The script that was run has another name in processes that multiprocessing spawned from it.
+    # multiprocessing gives the main script another name in the processes that it spawns.
     if module_name == "__mp_main__":
         module_name = "__main__"
     return b"p" + module_name.encode() + b"\0" + name.encode()
 
 
 def _walk(module_name: str, qualified_name: str) -> Any:
-    """Return what the path leads to, or a value that is nobody's."""
+    """Return the object at the path, or ``_missing``."""
     found: Any = sys.modules.get(module_name, _missing)
     for name in qualified_name.split("."):
         found = getattr(found, name, _missing)
@@ -186,7 +187,7 @@ def _decode_function(data: bytes) -> Any:
 
 
 def _in_python(operator: Any) -> Any:
-    """``operator`` as the function of torch's that finds the same overload by itself, which takes half the time."""
+    """Return torch's own function for ``operator``: it finds the same overload, in half the time."""
     if not isinstance(operator, torch._ops.OpOverload):
         return operator
     name = operator._schema.name
@@ -232,8 +233,8 @@ def _why_missing(module: ModuleType, qualified_name: str) -> str:
 
 
 def _line_being_run(module: ModuleType, name: str) -> int | None:
-    """The line that a program has reached, if it has yet to define ``name`` further down; else None."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    """Return the line that the main thread has reached in ``module``, if ``name`` may be defined below; else None."""
+    frame = current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if frame.f_globals is module.__dict__ and frame.f_code.co_name == "<module>":
             return frame.f_lineno if name in frame.f_code.co_names else None

@@ -1,6 +1,6 @@
 """Values to bytes and back: the payload and out-of-band buffers of one message.
 
-Owns the form of a payload. Pickle ends with b"." and ignores what follows, so the last byte tells the form:
+Owns the form of a payload. Pickle ends with b"." and ignores what follows, so the last byte names the form:
 
     prelude  pickle  "."                    plain: no tensor, nothing that needs a Decoding
     prelude  pickle  "."  "T"               rebuild functions need a Decoding; storage n is one whole buffer
@@ -10,7 +10,7 @@ Owns the form of a payload. Pickle ends with b"." and ignores what follows, so t
     description  data  u32  "F"             plain values and plain tensors, without pickle (``flat.py``)
 
 Buffers: first pickle's own (numpy) in its order, then those of devices, then the storages' in reverse.
-It does not know sockets or peers. Invariant: a failed ``write_value`` leaves nothing behind.
+It does not know sockets or peers. Invariant: a failed ``write_value`` undoes all its side effects.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ _PLAIN = ord(".")
 _CONTEXTUAL = b"T"
 _SEGMENTED = b"S"
 _CUSTOM = b"C"
-_FLAT = bytes([FLAT])
-# The opcode by which a pickle names a class or function, whose code may do anything. (Elsewhere the byte may be data.)
+FLAT_FORM = bytes([FLAT])
+"""The last byte of a payload that runs no code of a user's when it is read, and is read quickly."""
+# The opcode with which a pickle names a class or function, whose code may do anything. (The byte may also be data.)
 _NAMES_A_CLASS = pickle.STACK_GLOBAL
 _table_length = struct.Struct("<I")
 
@@ -62,10 +63,10 @@ _MOST_IDLE = 64
 
 
 def write_value(frame: Frame, value: Any, peer: Any = None) -> None:
-    """Write ``value``, for ``peer``, into ``frame``: its payload, its buffers, the forks of references in it.
+    """Write ``value``, for ``peer``, into ``frame``: its payload, its buffers, and the forks of its references.
 
-    The buffers keep what they show alive. If the frame belongs to a distributed autograd context, its tensors are
-    recorded there, in the order in which the reader meets them.
+    The buffers keep the memory under them alive. If the frame belongs to a distributed autograd context, its tensors
+    are recorded there, in the order in which the reader meets them.
     """
     recording = frame.recording
     tensors: list[torch.Tensor] | None = None if recording is None else []
@@ -83,7 +84,7 @@ def write_value(frame: Frame, value: Any, peer: Any = None) -> None:
         _write_without_pickle(frame, value, tensors, peer)
         return
     try:
-        # Taken out while in use, so that a reducer may write another message.
+        # An encoding leaves the pool while in use: a reducer may write another message meanwhile.
         encoding = _idle.pop()
     except IndexError:
         encoding = Encoding(reduce_other)
@@ -113,7 +114,7 @@ def write_value(frame: Frame, value: Any, peer: Any = None) -> None:
 
 
 def _write_without_pickle(frame: Frame, value: Any, tensors: list[torch.Tensor] | None, peer: Any) -> None:
-    """Where members take no pickles (``trust="data"``), and the quick way has found something that needs a copy."""
+    """Write a value that `write_flat` refused, for members that accept no pickles (``trust="data"``)."""
     try:
         frame.payload, frame.buffers = write_copied(value, tensors, OUT_OF_BAND_BYTES)
     except TypeError as error:
@@ -123,9 +124,9 @@ def _write_without_pickle(frame: Frame, value: Any, tensors: list[torch.Tensor] 
 
 
 def write_call(frame: Frame, value: Any, peer: Any = None) -> None:
-    """Like `write_value`, for a call's function and arguments: by the pickler the user installed, if any.
+    """Like `write_value`, for a call's function and arguments; uses the pickler that the user installed, if any.
 
-    The frame belongs to the distributed autograd context that the calling code is in.
+    The frame joins the distributed autograd context of the calling code.
     """
     recording = RECORDING.get()
     if recording is not None and recording.admits(peer):
@@ -139,7 +140,7 @@ def write_call(frame: Frame, value: Any, peer: Any = None) -> None:
     previous = enter_encoding(outer)
     try:
         data, table = pickler.serialize(value)
-        # A writable buffer leaves the pickle when it is large; bytes would not.
+        # Wrapped in a PickleBuffer, large data leaves the pickle; plain bytes would be copied into it.
         write_value(frame, (pickle.PickleBuffer(data), tuple(table)), peer)
         frame.payload = bytes(frame.payload) + _CUSTOM
         if outer.notes:
@@ -156,7 +157,7 @@ def write_call(frame: Frame, value: Any, peer: Any = None) -> None:
 
 
 def restrict(allowance: Allowance | None) -> None:
-    """Read, and call, only what ``allowance`` names from now on; None: whatever members send."""
+    """From now on read and call only what ``allowance`` names; None: whatever members send."""
     global _loads
     install(allowance)
     _loads = pickle.loads if allowance is None else loads
@@ -164,8 +165,8 @@ def restrict(allowance: Allowance | None) -> None:
 
 
 def takes_long(payload: bytes | memoryview) -> bool:
-    """Whether reading this payload may take long, or run code of the user's."""
-    if payload[-1:] == _FLAT:
+    """May reading this payload take long, or run the user's code?"""
+    if payload[-1:] == FLAT_FORM:
         return False
     return len(payload) >= LARGE_BYTES or _NAMES_A_CLASS in bytes(payload)
 
@@ -173,18 +174,19 @@ def takes_long(payload: bytes | memoryview) -> bool:
 def read_value(frame: Frame, peer: Any = None) -> Any:
     """Rebuild the value that `write_value` wrote.
 
-    Tensors and arrays lie over the frame's buffers, whose memoryview objects live as long as what was built on them;
-    read-only ones are copied. If the frame belongs to a distributed autograd context, its tensors are recorded there.
+    Tensors and arrays view the frame's buffers, and keep their memoryview objects alive; read-only buffers are copied.
+    If the frame belongs to a distributed autograd context, its tensors are recorded there.
     """
     if not frame.message_id or frame.recording is None:
         payload = frame.payload
-        if payload[-1:] == _FLAT:
+        if payload[-1:] == FLAT_FORM:
             try:
                 return read_flat(payload, frame.buffers, None)
             except Exception:
-                pass  # it is read again below, where an error says what is wrong
+                pass  # read it again below, where errors are explained
         return _read(frame.payload, frame.buffers, frame.forks, peer)
-    message_id, frame.message_id = frame.message_id, 0  # it is received or declined here: nobody is to do so again
+    # The message is received or declined below; with a number of 0, `decline` skips it later.
+    message_id, frame.message_id = frame.message_id, 0
     tensors: list[torch.Tensor] = []
     try:
         value = _read(frame.payload, frame.buffers, frame.forks, peer, tensors)
@@ -202,7 +204,7 @@ def _read(
     peer: Any,
     tensors: list[torch.Tensor] | None = None,
 ) -> Any:
-    """Rebuild the value of a payload; tensors met are appended to ``tensors``, if given."""
+    """Rebuild the value of a payload; append its tensors to ``tensors``, if given."""
     devices = None
     try:
         form = payload[-1]
@@ -239,11 +241,11 @@ def _read(
         ) from error
     finally:
         if devices is not None:
-            drop_tickets(devices, peer)  # give back the blocks that were lent for it and not taken
+            drop_tickets(devices, peer)  # on success only those are left that no tensor of the value needed
 
 
 def _read_custom(data: bytes, table: Sequence[torch.Tensor], forks: Sequence[Any], peer: Any) -> Any:
-    """Rebuild what a pickler of the user wrote: by the one installed here, else by the default."""
+    """Rebuild a value that a user's pickler wrote: with the pickler installed here, else with the default."""
     refuse_pickles()
     pickler = policy.INSTALLED.pickler or TablePickler()
     previous = enter_decoding(Decoding((), peer, forks=forks))
@@ -256,7 +258,7 @@ def _read_custom(data: bytes, table: Sequence[torch.Tensor], forks: Sequence[Any
 class TablePickler:
     """A pickler in the form that ``use_rpc_pickler`` accepts, to be subclassed.
 
-    Its bytes name tensors by their place in the list beside them.
+    Its bytes name tensors by their index in the list beside them.
     """
 
     def serialize(self, value: Any) -> tuple[bytes, list[torch.Tensor]]:
@@ -281,7 +283,7 @@ class TablePickler:
 
 
 def tensor_at(index: int) -> torch.Tensor:
-    """Return a tensor of the table beside the bytes being read."""
+    """Return a tensor of the table that came with the bytes being read."""
     return current_decoding().table[index]
 
 
@@ -309,10 +311,10 @@ class _TableWriter(pickle.Pickler):
 
 
 def _complete(encoding: Encoding, frame: Frame) -> None:
-    """Add to a pickle what is known only at its end: which memory its storages need."""
+    """Append the tables of storages, which are known only when the pickle is complete."""
     device_table = b""
     if encoding.device_records is not None:
-        # First of all: what they leave to the host goes behind pickle's own buffers.
+        # Before the storages: device parts that travel through the host come right after pickle's own buffers.
         device_table = write_device_table(encoding)
     payload = bytes(frame.payload)
     if not encoding.records:
@@ -339,8 +341,8 @@ def _read_table(payload: bytes | memoryview) -> SegmentTable:
 def _owning(buffer: memoryview) -> Any:
     """Return ``buffer`` in a form whose every view keeps the memoryview object itself alive.
 
-    A memoryview of a memoryview does not: it keeps only the memory's owner, and the runtime takes the death
-    of the object for the release of the memory.
+    A memoryview of a memoryview keeps only the owner of the memory alive, and the runtime releases the memory when
+    the memoryview object itself dies.
     """
     return pickle.PickleBuffer(bytearray(buffer) if buffer.readonly else buffer)
 
@@ -348,11 +350,11 @@ def _owning(buffer: memoryview) -> Any:
 def _undo(encoding: Encoding) -> None:
     for undo in reversed(encoding.undo):
         undo()
-    encoding.reset()  # it is in a cycle with itself, and must not hold what it met until a garbage collection
+    encoding.reset()  # an Encoding refers to itself: without this it would hold the value until a garbage collection
 
 
 def _says_it_all(error: BaseException) -> bool:
-    """Whether a reducer of ours refused for a reason that is not about pickling."""
+    """Did one of farcall's reducers refuse for a reason that is not about pickling?"""
     return isinstance(error, RpcError) and not isinstance(error, SerializationError)
 
 
@@ -364,7 +366,11 @@ def _explain(value: Any, error: Exception, is_request: bool) -> SerializationErr
     if "<lambda>" in str(error) or "<locals>" in str(error) or "local object" in str(error):
         hint = f"; {HINT}"
     kind = NotPicklable if isinstance(error, TypeError) else SerializationError
-    if kind is NotPicklable and not hint:
+    if culprit in ("builtins.generator", "builtins.async_generator"):
+        hint = "; the items of a generator are read as a stream: farcall.worker(name).stream(function, ...)"
+        if is_request:
+            hint = "; the items of an iterable of the caller's travel as a stream: farcall.outgoing(iterable)"
+    elif kind is NotPicklable and not hint:
         hint = "; send what it is made of, or keep it where it is and send a reference (RRef)"
     return kind(f"cannot send {where}, a {culprit}: {_text(error)}{hint}")
 

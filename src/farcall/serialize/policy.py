@@ -1,11 +1,11 @@
-"""How a value becomes bytes is decided here: by reducers per class, and a replaceable pickler.
+"""The choice of serializer: one reducer per class, and a replaceable pickler.
 
 Owns the two registries that other parts of farcall and the user may fill: ``REDUCERS`` (class -> how its
 instances are pickled in a message) and the pickler installed by ``use_rpc_pickler``. It does not know what a
 message looks like, nor any torch type.
 
-Invariant: an installed pickler only says how *arguments of calls* are written. What it wrote is marked as
-such in the message, so both sides need not install or remove it at the same moment.
+Invariant: an installed pickler writes only *functions and arguments of calls*. The message marks its output, so the two
+sides need not install or remove it at the same moment.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class RpcPickler(Protocol):
         """Rebuild the value from what ``serialize`` returned."""
 
 
-# Read on every object that is not a builtin, so it is a plain dict and not a function.
+# Looked up for every object that is not a builtin, so it is a plain dict and not a function.
 REDUCERS: dict[type[Any], Reducer] = {}
 
 
 class _Installed:
-    """The pickler of the innermost active ``use_rpc_pickler`` block, of all threads."""
+    """The pickler of the innermost active ``use_rpc_pickler`` block. Mutable, and shared by all threads."""
 
     pickler: RpcPickler | None = None
 
@@ -45,10 +45,10 @@ INSTALLED = _Installed()
 
 
 def register_reducer(cls: type[Any], reducer: Reducer) -> None:
-    """Pickle instances of exactly ``cls`` by ``reducer``; the last registration counts.
+    """Pickle instances of exactly ``cls`` with ``reducer``; the last registration counts.
 
-    The reducer may use ``encoding.peer`` (whom the message is for); the rebuild function it names may call
-    ``current_decoding().peer`` (whom it came from).
+    The reducer may use ``encoding.peer`` (the receiver of the message); the rebuild function that it names may use
+    ``current_decoding().peer`` (the sender).
     """
     REDUCERS[cls] = reducer
 
@@ -62,8 +62,8 @@ def installed_pickler() -> RpcPickler | None:
 def use_rpc_pickler(pickler: RpcPickler) -> Iterator[None]:
     """Let ``pickler`` write the functions and arguments of every call this process makes inside the block.
 
-    It counts for all threads, like in ``torch.distributed.rpc``. The callee reads such a message by the
-    pickler installed there, or, when there is none, by ``TablePickler``, which reads anything that plain
+    It applies to all threads, as in ``torch.distributed.rpc``. The callee reads such a message with the
+    pickler installed there, or, if it has none, with ``TablePickler``, which reads anything that plain
     pickle reads (``cloudpickle`` output too).
     """
     previous, INSTALLED.pickler = INSTALLED.pickler, pickler

@@ -1,7 +1,7 @@
 """Tensors and storages rebuilt from a message.
 
-Owns the functions that a pickled tensor calls, and the numbers that stand for dtypes and flags. It does not
-know how a tensor is taken apart (``tensors.py``), nor frames, nor devices other than the CPU.
+Owns the functions that a pickled tensor calls, and the wire codes of dtypes and flags. It does not know how a
+tensor is taken apart (``tensors.py``), nor frames, nor devices other than the CPU.
 
     rebuild_inline(bytes, dtype [, shape, strides, offset, flags])
         the storage's bytes are here; without a shape it is all of them, one-dimensional
@@ -32,7 +32,7 @@ REQUIRES_GRAD = 1
 NEGATIVE = 2
 CONJUGATE = 4
 
-# Append only: the position is the code on the wire. Dtypes that are not here travel by name.
+# Append only: the position is the code on the wire. Dtypes that are not listed travel by name.
 _DTYPE_NAMES = [
     *("float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
     *("complex64", "complex128", "complex32", "uint16", "uint32", "uint64"),
@@ -112,7 +112,7 @@ def rebuild_alias(
 def rebuild_special(
     function: Any, arguments: tuple[Any, ...], requires_grad: bool, recorded: bool | None
 ) -> torch.Tensor:
-    """Rebuild a tensor that torch described."""
+    """Rebuild a tensor from torch's own reduction."""
     decoding = current_decoding()
     tensor: torch.Tensor = function(*arguments)
     if function is torch._utils._rebuild_sparse_tensor:
@@ -125,14 +125,14 @@ def rebuild_special(
 
 
 def _settle_sparse(tensor: torch.Tensor) -> None:
-    """torch keeps sparse tensors, for good, until `torch.load` checks them: let go of this one, and check it."""
+    """Validate a sparse tensor, and take it off torch's list: only `torch.load` empties that, so tensors would leak."""
     waiting = torch._utils._sparse_tensors_to_validate
     for index in range(len(waiting) - 1, -1, -1):
         if waiting[index] is tensor:
             del waiting[index]
             break
     if INSTALLED.allowance is None:
-        return  # members trust each other, and checks take time
+        return  # members trust each other, and validation takes time
     if tensor.layout is torch.sparse_coo:
         parts = (tensor._indices(), tensor._values(), tensor.size(), tensor.is_coalesced())
         torch._validate_sparse_coo_tensor_args(*parts)
@@ -154,17 +154,17 @@ def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> 
 
 
 def load_script_module(data: Any) -> Any:
-    """Load what ``torch.jit.save`` wrote."""
+    """Load a module that ``torch.jit.save`` wrote."""
     return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
 
 
 @functools.lru_cache(256)
 def _named_tuple(name: str, fields: tuple[str, ...]) -> Any:
-    return collections.namedtuple(name, fields, module="torch._jit_internal")  # as the one it came from
+    return collections.namedtuple(name, fields, module="torch._jit_internal")  # like the original
 
 
 def rebuild_named_tuple(name: str, fields: tuple[str, ...], values: tuple[Any, ...]) -> Any:
-    """A named tuple of TorchScript's."""
+    """Rebuild a named tuple that came out of TorchScript."""
     return _named_tuple(name, fields)(*values)
 
 
@@ -181,7 +181,7 @@ def find_script_function(qualified_name: str) -> Any:
 
 
 def find_operator(name: str) -> Any:
-    """Return ``torch.ops.<namespace>.<operator>[.<overload>]``, and no other attribute of these."""
+    """Return ``torch.ops.<namespace>.<operator>[.<overload>]``; refuse any other attribute on that path."""
     namespace, operator, *overload = name.split(".")
     found: Any = getattr(getattr(torch.ops, namespace), operator)
     if not isinstance(found, torch._ops.OpOverloadPacket) or len(overload) > 1:
@@ -194,12 +194,12 @@ def find_operator(name: str) -> Any:
 
 
 def set_attributes(tensor: torch.Tensor, state: Any) -> None:
-    """Give a rebuilt tensor its Python attributes; ``Tensor.__setstate__`` means something else."""
+    """Set the Python attributes of a rebuilt tensor. (``Tensor.__setstate__`` does something else.)"""
     _set_state(tensor, state)
 
 
 def _build_bare(decoding: Decoding, function: Any, arguments: tuple[Any, ...]) -> torch.Tensor:
-    """Rebuild without recording: the result is only the inside of another tensor or storage."""
+    """Rebuild without recording: the result is only the memory of another tensor or storage."""
     tensors, decoding.tensors = decoding.tensors, None
     try:
         tensor: torch.Tensor = function(*arguments)
@@ -250,7 +250,7 @@ def _build_view(
     key: Any = index
     buffer: Any
     if decoding.segments is None:
-        # Storages are counted from the end of the list: its beginning belongs to pickle's own buffers.
+        # Storages are counted from the end of the list: pickle's own buffers come first.
         buffer = decoding.buffers[~index]
     else:
         key, low, buffer, compact = _find_segment(decoding, decoding.segments, index, offset * dtype.itemsize)
@@ -276,7 +276,7 @@ def _build_view(
 def _find_segment(
     decoding: Decoding, table: SegmentTable, index: int, low: int
 ) -> tuple[tuple[int, int], int, memoryview | bytearray, bool]:
-    """Return the key, low byte, memory and compactness of the segment with byte ``low`` of a storage."""
+    """Return the key, low byte, memory and compactness of the segment that holds byte ``low`` of a storage."""
     buffer_number = sum(segment[1] is None for segments in table[:index] for segment in segments)
     found: tuple[int, int] | None = None
     for position, segment in enumerate(table[index]):
@@ -292,19 +292,19 @@ def _find_segment(
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or a copy where its memory begins at an address that kernels may not expect."""
+    """Return ``tensor``, or a copy if its memory is not aligned as kernels expect."""
     return tensor if not tensor.data_ptr() % 16 else tensor.clone()
 
 
 def _view_of(
     first: torch.Tensor, code: int | str, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
 ) -> torch.Tensor:
-    """Return a tensor over the storage of ``first``; not a torch view of it, just as on the sender."""
+    """Return a tensor that shares the storage of ``first``. As on the sender, autograd does not see it as a view."""
     storage, empty = first.untyped_storage(), torch.empty(0, dtype=_dtype(code), device="cpu")
     if INSTALLED.allowance is not None and 0 not in shape:
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if min((offset, *shape, *strides)) < 0 or (last + 1) * empty.itemsize > storage.nbytes():
-            raise ValueError("a tensor does not fit its storage")  # which torch would make larger
+            raise ValueError("a tensor does not fit its storage")  # ``set_`` would resize the storage
     return empty.set_(storage, offset, shape, strides)
 
 

@@ -1,9 +1,9 @@
-"""Messages whose tensors a distributed autograd context records: how writing and reading tell the context.
+"""The interface between messages and the distributed autograd context that records their tensors.
 
-Owns the variable that says which context the running code is in, and what a message needs to know of one. It does not
-know graphs, passes or peers: a recorder implements `Recording`.
+Owns the variable that holds the context of the running code, and the protocol `Recording` that a context implements. It
+does not know graphs, passes or peers.
 
-Invariant: each message that was given a number is, at its receiver, either received or declined, exactly once.
+Invariant: the receiver of a numbered message records it as either received or declined, exactly once.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ class Recording(Protocol):
 
     @property
     def id(self) -> int:
-        """Its number in the cluster."""
+        """The context's id, unique in the cluster."""
 
     def admits(self, peer: Any) -> bool:
-        """Whether messages to ``peer`` are recorded now."""
+        """Are messages to ``peer`` recorded now?"""
 
     def record_send(self, peer: Any, tensors: list[torch.Tensor]) -> int:
-        """The number of a message that leaves with these tensors; 0 if no gradient can come back for it."""
+        """Number a message that leaves with these tensors; 0 if no gradient can come back for it."""
 
     def withdraw_send(self, message_id: int) -> None:
-        """That message was not sent after all."""
+        """Forget a message that was not sent after all."""
 
     def record_receive(self, peer: Any, message_id: int, tensors: list[torch.Tensor]) -> None:
-        """A message arrived with these tensors."""
+        """Record a message that arrived with these tensors."""
 
     def decline_receive(self, peer: Any, message_id: int) -> None:
-        """A message arrived, and nobody will use it."""
+        """Record a message that arrived and that nobody will use."""
 
     def enter(self) -> Recording | None:
-        """Put the running code into this context; where it was before."""
+        """Put the running code into this context; return its previous context."""
 
 
 class _Present:
-    """Which context the running code is in. Inside it is a context variable: a coroutine keeps its own.
+    """The context of the running code, in a context variable: each coroutine keeps its own.
 
-    ``get`` and ``set`` are those of the variable itself, since every recorded call uses them.
+    ``get`` and ``set`` are the variable's own methods, since every recorded call uses them.
     """
 
     __slots__ = ("_set", "get", "set")
@@ -57,7 +57,7 @@ class _Present:
         self.set: Callable[[Recording | None], object] = variable.set
 
     def watch(self, on_set: Callable[[Recording | None], object] | None) -> None:
-        """Tell ``on_set`` of each change from now on: TorchScript takes the context along to threads of its own."""
+        """Call ``on_set`` at each change from now on: TorchScript carries the context to threads of its own."""
         if on_set is None:
             self.set = self._set
             return

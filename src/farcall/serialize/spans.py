@@ -1,14 +1,15 @@
-"""Which bytes of which storage a message needs, and how they are laid out in its buffers.
+"""The bytes of each storage that a message needs, and their layout in its buffers.
 
 Owns the sender's records (one per large storage met), the plan made from them once the pickle is complete,
-and the table by which the reader finds a storage's bytes. It does not know pickle.
+and the table through which the reader finds a storage's bytes. It does not know pickle.
 
-A record becomes one segment [low, high) covering all its views, so that they stay views of one storage.
-Where that would send much more than the views hold, the record is split: views whose ranges overlap stay
-together, and a view whose elements nobody else touches is sent as a compact copy.
+A record becomes one segment [low, high) that covers all its views, so that they stay views of one storage.
+If that would send much more than the views hold, the record is split: views whose ranges overlap stay
+together, and a view that shares no element with another is sent as a compact copy.
 
-    segment: (low_bytes, in_band bytes or None, compact?)     None: the next buffer table:   one list of
-    segments per storage, each ordered by low_bytes; absent when every storage is one buffer from byte 0
+    segment: (low_bytes, in_band bytes or None, compact?)     None: the next buffer
+    table:   one list of segments per storage, each ordered by low_bytes; absent when every storage is one
+             buffer from byte 0
 
 Invariant: two views that share an element share a segment.
 """
@@ -30,11 +31,11 @@ View = tuple[int, int, torch.dtype, tuple[int, ...], tuple[int, ...], int]
 """low byte, high byte, dtype, shape, strides, offset in elements."""
 
 _ALIGNMENT_BYTES = 64
-# Splitting and compacting cost copies and entries in the frame: not for savings below this.
+# Splitting and compacting cost copies and entries in the frame: savings below this are not worth it.
 _WORTHWHILE_BYTES = 1 << 16
 _MOST_RUNS_COMPARED = 1 << 22
 
-# One array type larger than any storage, instead of one new type per size; only the slice taken from it is
+# One array type larger than any storage, instead of one new type per size. Only slices within the storage are
 # ever read.
 _AnyMemory = ctypes.c_char * (1 << 46)
 _copy_to_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
@@ -43,7 +44,7 @@ _copy_to_bytearray.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
 
 
 class StorageRecord:
-    """A storage that goes out of band, and the views of it met so far."""
+    """A storage that travels out of band, and the views of it met so far. Mutable: ``views`` grows."""
 
     __slots__ = ("index", "storage", "views")
 
@@ -67,7 +68,7 @@ def copy_of(pointer: int, size_bytes: int) -> bytearray:
 
 
 def compact_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a view's compact copy: row-major, dimensions of stride 0 staying so."""
+    """Return the strides of a view's compact copy: row-major, except that strides of 0 stay 0."""
     result: list[int] = []
     step = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
@@ -80,7 +81,7 @@ def compact_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, 
 def plan(records: list[StorageRecord]) -> tuple[list[memoryview], SegmentTable | None]:
     """Return the buffers of a message's storages and, if the reader needs it, their table.
 
-    Buffers come in the order of the table's segments that are not in-band.
+    Buffers are in the order of those segments of the table that are not in-band.
     """
     buffers: list[memoryview] = []
     table: SegmentTable = []
@@ -89,7 +90,7 @@ def plan(records: list[StorageRecord]) -> tuple[list[memoryview], SegmentTable |
         storage, views = record.storage, record.views
         low, high, dtype, shape, _, _ = views[0]
         if low == 0 and len(views) == 1 and math.prod(shape) * dtype.itemsize == high == storage.nbytes():
-            # The usual tensor fills its storage: no parts to find, and no table to tell of them.
+            # The usual tensor fills its storage: one part, and no table needed.
             buffers.append(memory_of(storage, 0, high))
             table.append([(0, None, False)])
             continue
@@ -103,7 +104,7 @@ def plan(records: list[StorageRecord]) -> tuple[list[memoryview], SegmentTable |
 
 
 def parts_of(views: list[View]) -> list[tuple[int, int, View | None]]:
-    """What of a storage ``views`` need, by the low byte: bytes [low, high), or one view, which is sent compact."""
+    """The parts of a storage that ``views`` need, by low byte: bytes [low, high), or one view to be sent compact."""
     low, high = views[0][0], views[0][1]
     if len(views) > 1:
         views = list(dict.fromkeys(views))
@@ -121,7 +122,7 @@ def parts_of(views: list[View]) -> list[tuple[int, int, View | None]]:
 
 
 def _whole(storage: torch.UntypedStorage, low: int, high: int, buffers: list[memoryview]) -> Segment:
-    # Rounding down keeps every element as aligned in the buffer as it was in the storage.
+    # Rounding down gives every element the alignment in the buffer that it had in the storage.
     low -= low % _ALIGNMENT_BYTES
     if high - low <= IN_BAND_LIMIT_BYTES:
         return low, copy_of(storage.data_ptr() + low, high - low), False
@@ -132,7 +133,7 @@ def _whole(storage: torch.UntypedStorage, low: int, high: int, buffers: list[mem
 def _compact(storage: torch.UntypedStorage, view: View, buffers: list[memoryview]) -> Segment:
     low, _, dtype, shape, strides, offset = view
     shape = tuple(size if stride else 1 for size, stride in zip(shape, strides, strict=True))
-    # Through the storage, not the tensor: a conj or neg bit must not be resolved by the copy.
+    # Build the source from the storage, not the tensor: the copy must not resolve a conj or neg bit.
     strided = torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, strides)
     copy = torch.empty(shape, dtype=dtype, device="cpu").copy_(strided)
     size = copy.numel() * dtype.itemsize
@@ -161,7 +162,7 @@ def _overlapping_groups(views: list[View]) -> list[tuple[int, int, list[View]]]:
     """Group views whose byte ranges overlap, ordered by where they begin."""
     groups: list[tuple[int, int, list[View]]] = []
     for view in sorted(views, key=lambda view: view[:2]):
-        # Ranges are compared after rounding down, as segments begin there.
+        # Compare ranges after rounding down, as segments do begin there.
         low = view[0] - view[0] % _ALIGNMENT_BYTES
         if groups and low < groups[-1][1]:
             group_low, group_high, group = groups[-1]
@@ -173,9 +174,9 @@ def _overlapping_groups(views: list[View]) -> list[tuple[int, int, list[View]]]:
 
 
 def _are_disjoint(views: list[View]) -> bool:
-    """Whether no element is part of two views (``x[:, 0]`` and ``x[:, 1]``), nor twice part of one.
+    """Are the views disjoint (like ``x[:, 0]`` and ``x[:, 1]``), and does none contain an element twice?
 
-    The reader finds a compact segment by the low byte, so two views that begin at one byte do not qualify
+    The reader finds a compact segment by its low byte, so two views that begin at the same byte do not qualify
     either.
     """
     if len({view[2].itemsize for view in views}) != 1 or len({view[0] for view in views}) != len(views):
@@ -183,7 +184,7 @@ def _are_disjoint(views: list[View]) -> bool:
     begins, ends = [], []
     run_count = 0
     for _, _, _, shape, strides, offset in views:
-        # Elements next to each other are compared as one run, so a block of columns costs one entry per row.
+        # Adjacent elements are compared as one run, so a block of columns costs one entry per row.
         run = max((size for size, stride in zip(shape, strides, strict=True) if stride == 1), default=1)
         outer = [(size, stride) for size, stride in zip(shape, strides, strict=True) if stride > 1]
         run_count += math.prod(size for size, _ in outer)

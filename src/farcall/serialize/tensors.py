@@ -3,7 +3,7 @@
 Owns the descriptors: a tensor is pickled as a call of a function in ``rebuild.py``, with a dtype code, a
 shape, strides, an offset and a storage, never with its elements as Python objects. Small storages are part
 of the pickle; a large one is an index into the message's segments (``spans.py``). It does not know frames;
-tensors on other devices than the CPU are described by ``devices.py``.
+``devices.py`` describes tensors on devices other than the CPU.
 
 Invariant: tensors are appended to ``Encoding.tensors`` in the order in which the reader rebuilds them.
 """
@@ -61,7 +61,7 @@ def reduce_tensor(tensor: torch.Tensor, encoding: Encoding) -> Any:
 
 
 def _is_on_device(tensor: torch.Tensor) -> bool:
-    """Whether ``devices.py`` describes it, and not torch: the parts of sparse tensors come by themselves."""
+    """Does ``devices.py`` describe ``tensor``? Others go to torch; the parts of a sparse tensor then come back here."""
     return (
         not tensor.is_cpu
         and not tensor.is_meta
@@ -72,7 +72,7 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
 
 
 def _reduce_on_device(tensor: torch.Tensor, encoding: Encoding) -> Any:
-    """Describe a plain tensor that is on a device, or that a map sends to one."""
+    """Describe a plain tensor that is on a device, or that a device map sends to one."""
     if encoding.tensors is not None:
         encoding.tensors.append(tensor)
     descriptor = describe_on_device(tensor, encoding, tensor.requires_grad)
@@ -95,7 +95,7 @@ def _describe(tensor: torch.Tensor, encoding: Encoding, requires_grad: bool) -> 
     storage = tensor.untyped_storage()
     size_bytes = storage.nbytes()
     if 0 in shape:
-        # Nothing to share: an empty tensor needs no storage, however large the one it was cut from.
+        # An empty tensor shares no element, so it needs no storage, however large its own is.
         encoding.inline_count += 1
         return rebuild_inline, (bytearray(), code, shape, strides, 0, flags)
     known = encoding.storages.get(storage._cdata)
@@ -145,14 +145,15 @@ def _describe_without_memory(
             f"a tensor of shape {tuple(tensor.shape)} has no memory behind it: was its storage resized to 0?"
         )
     zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
-    # The pickler does not know this copy: keep it until the message is complete, so its address stays taken.
+    # Storages are known by address, and the pickler does not hold this copy: keep it until the message is complete,
+    # or another storage could get its address.
     encoding.kept.append(zeros)
     return _describe(zeros, encoding, requires_grad)
 
 
 def _reduce_subclass(tensor: torch.Tensor, encoding: Encoding, to_device: bool = False) -> Any:
     """Describe a subclass: its memory like any tensor's, then its class and attributes."""
-    # A subclass may redefine what ``shape`` or ``stride()`` say; what is wanted here is the memory.
+    # A subclass may override ``shape`` or ``stride()``; this code needs the layout of the memory itself.
     with torch._C.DisableTorchFunctionSubclass():
         if (
             tensor.is_meta
@@ -173,7 +174,7 @@ def _reduce_subclass(tensor: torch.Tensor, encoding: Encoding, to_device: bool =
 
 
 class _Recorded:
-    """Stands after a special tensor's parts, so that it is recorded after them, as the reader does."""
+    """A marker behind a special tensor's parts: the tensor is recorded after them, in the reader's order."""
 
     __slots__ = ("tensor",)
 
@@ -188,7 +189,7 @@ def _reduce_recorded(marker: _Recorded, encoding: Encoding) -> Any:
 
 
 def _reduce_special(tensor: torch.Tensor, encoding: Encoding) -> Any:
-    """Let torch describe the tensor; the tensors and storages inside come back to this module."""
+    """Let torch reduce the tensor; the pickler hands the tensors and storages inside back to this module."""
     encoding.temporaries = True
     function, arguments, *rest = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]
     marker = None if encoding.tensors is None else _Recorded(tensor)
@@ -226,14 +227,14 @@ def _reduce_operator(operator: Any, encoding: Encoding) -> Any:
 
 
 def _reduce_array(array: Any, encoding: Encoding) -> Any:
-    """Describe a numpy array; numpy itself would write one with gaps into the pickle, element by element."""
+    """Describe a numpy array; copy one with gaps, which numpy would write into the pickle element by element."""
     if array.nbytes > IN_BAND_LIMIT_BYTES and not array.flags.forc and not array.dtype.hasobject:
         array = array.copy(order="C")
     return array.__reduce_ex__(5)
 
 
 def reduce_other(value: Any, encoding: Encoding) -> Any:
-    """Describe instances of subclasses of what is registered here, and code; leave all else to pickle."""
+    """Describe code, and instances of subclasses of the registered classes; leave everything else to pickle."""
     if isinstance(value, FunctionType | type):
         return reduce_code(value, encoding)
     if isinstance(value, torch.Tensor):
@@ -246,19 +247,19 @@ def reduce_other(value: Any, encoding: Encoding) -> Any:
         return _reduce_script_module(value, encoding)
     kind = type(value)
     if kind.__module__ == "torch._jit_internal" and isinstance(value, tuple):
-        # A named tuple on its way out of TorchScript: its class was made for it alone, and nobody can name it.
+        # TorchScript makes a new class for each named tuple that it returns, and no module holds that class.
         return rebuild_named_tuple, (kind.__name__, kind._fields, tuple(value))
     return NotImplemented
 
 
 def map_cpu_tensors() -> None:
-    """From now on, see for each CPU tensor whether the peer's map sends it to a device: some node has such a map."""
+    """From now on check every CPU tensor against the peer's device map. Called once a node has such a map."""
     register_reducer(torch.Tensor, reduce_mapped)
     register_reducer(torch.nn.Parameter, reduce_mapped)
 
 
 def reduce_mapped(tensor: torch.Tensor, encoding: Encoding) -> Any:
-    """Describe a CPU tensor by the peer's device map, where it has one."""
+    """Describe a CPU tensor according to the peer's device map, if there is one."""
     devices: PeerDevices | None = getattr(encoding.peer, "devices", None)
     is_plain = type(tensor) is torch.Tensor
     if devices is not None and tensor.is_cpu and tensor.layout is _strided and tensor.dtype in CODES:
@@ -278,7 +279,7 @@ def _register() -> None:
     register_reducer(torch.jit.ScriptFunction, _reduce_script_function)
     register_reducer(torch._ops.OpOverload, _reduce_operator)
     register_reducer(torch._ops.OpOverloadPacket, _reduce_operator)
-    # torch has imported numpy by now, if there is one.
+    # If numpy is installed, torch has imported it by now.
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         register_reducer(numpy.ndarray, _reduce_array)

@@ -2,8 +2,8 @@
 
     results = run_cluster(3, work)          # work(rank) -> anything picklable, inside an initialised member
 
-Processes come from a fork server that has torch and farcall loaded, so that a member starts in a fraction of a second.
-Every exit code counts: a member that raises, dies or hangs fails the test, with its traceback.
+A fork server with torch and farcall preloaded makes the processes, so that a member starts in a fraction of a second.
+Every exit code is checked: a member that raises, dies or hangs fails the test, with its traceback.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class MemberFailed(AssertionError):
 
 
 def context() -> BaseContext:
-    """The fork server that all test processes come from."""
+    """The multiprocessing context whose fork server starts all test processes."""
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(list(_PRELOADED))
     return found
 
 
 class Port:
-    """A TCP port of loopback, kept from everybody else until ``close``.
+    """A TCP port on loopback, reserved until ``close``.
 
-    It is bound, so the system gives it to nobody, and not listened on, so a server that sets SO_REUSEADDR, as torch's
-    stores do, may have it meanwhile. A port that was only looked up would be anybody's.
+    The kernel gives a bound port to no other process; as nothing listens on it, a server that sets SO_REUSEADDR, as
+    torch's stores do, can still bind it. A port that was only looked up could go to any process.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Port:
 
 
 class WorkerProcess:
-    """The process of one member of a cluster, or of any function beside it, and the port that it keeps."""
+    """The process of one member of a cluster, or of any other function. Mutable: ``result`` and ``error``."""
 
     def __init__(self, rank: int, target: Callable[..., Any], args: Sequence[Any], port: Port | None = None) -> None:
         self.rank = rank
@@ -78,7 +78,7 @@ class WorkerProcess:
         os.kill(self.pid, number)
 
     def collect(self, deadline: float) -> None:
-        """Wait for the end; afterwards ``result`` or ``error`` is set."""
+        """Wait until the process ends; afterwards ``result`` or ``error`` is set."""
         if self._receiving.poll(max(0.0, deadline - monotonic())):
             try:
                 self.result, self.error = self._receiving.recv()
@@ -96,11 +96,11 @@ class WorkerProcess:
         self._receiving.close()
 
     def end(self) -> None:
-        """Make sure that the process is gone."""
+        """Kill the process if it still runs, and release its resources."""
         if self.process.is_alive():
             self.process.kill()
         self.process.join()
-        self.process.close()  # its descriptor, too: a failed test keeps this object in its traceback
+        self.process.close()  # frees its descriptor: the traceback of a failed test keeps this object alive
         self._receiving.close()
         if self._port is not None:
             self._port.close()
@@ -151,11 +151,11 @@ def start_cluster(
 
     Args:
         size: number of members.
-        work: a function of a module.
-        *args: for ``work``. If ``faults`` is among them, ``work`` gets the very object that its node has.
-        url: where members meet; by default at a port of their own.
-        faults: installed for every member.
-        **options: of the nodes.
+        work: a module-level function.
+        *args: arguments of ``work``. If ``faults`` is among them, ``work`` gets the very object that its node uses.
+        url: the rendezvous of the members; by default a fresh port.
+        faults: installed in every member.
+        **options: options of the nodes.
     """
     port = None
     if url is None:
@@ -170,14 +170,14 @@ def start_processes(size: int, target: Callable[..., Any], *args: Any) -> list[W
 
 
 def finish(members: Sequence[WorkerProcess], timeout_s: float = 120.0, may_fail: Sequence[int] = ()) -> list[Any]:
-    """Wait for all members; their results in order. Raises ``MemberFailed`` with every traceback."""
+    """Wait for all members and return their results in order. Raises ``MemberFailed`` with every traceback."""
     deadline = monotonic() + timeout_s
     try:
         for member in members:
             member.collect(deadline)
     finally:
         for member in members:
-            member.end()  # whatever ended this wait, no process outlives it
+            member.end()  # even after an exception, no process outlives this function
     failed = [member for member in members if member.error and member.rank not in may_fail]
     if failed:
         raise MemberFailed("\n".join(f"member {member.rank}: {member.error}" for member in failed))
@@ -185,7 +185,7 @@ def finish(members: Sequence[WorkerProcess], timeout_s: float = 120.0, may_fail:
 
 
 def run_cluster(size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 120.0, **options: Any) -> list[Any]:
-    """Run ``work(rank, *args)`` on each of ``size`` members; their results by rank."""
+    """Run ``work(rank, *args)`` on each of ``size`` members; return their results by rank."""
     return finish(start_cluster(size, work, *args, **options), timeout_s)
 
 

@@ -1,13 +1,13 @@
 """TorchScript code that issues calls and uses references, over farcall.
 
-Calling a TorchScript function, or a method of a script module, needs nothing of this: see `farcall.serialize` and
+A call of a TorchScript function, or of a script module's method, needs none of this: see `farcall.serialize` and
 `farcall.rpc`. This package is for scripts that themselves say ``rpc.rpc_async(...)`` or take an ``RRef[Tensor]``. Torch
-compiles those into C++ operators; the optional extension in `bridge/`, built on first use, puts others in their place.
+compiles those into C++ operators; the optional extension in `bridge/`, built on first use, replaces them.
 
     extension   building, keeping and loading it; errors where that is not possible
     bridging    putting it to work, and out of work
     handlers    the operators' work, in Python, and the types of values
-    need        code that needs it: before it is compiled, and where there is no extension
+    need        code that needs it: found before it is compiled; refused where there is no extension
 
 `operator` serves calls inside ``torch.compile``d functions, and needs no extension.
 """

@@ -1,8 +1,8 @@
 """Putting the extension to work: TorchScript's operators call farcall, and TorchScript knows farcall's references.
 
 TorchScript gives Python an object of torch's own class, around the reference: that class hands every question on to the
-reference, and says that it is an `RRef` where asked. The other way round `RRef` says that it is of torch's class, and
-the extension makes one where TorchScript wants one.
+reference, and passes for an `RRef`. The other way round, `RRef` passes for torch's class, and the extension makes an
+object of it where TorchScript wants one.
 
 Invariant: after `disable` torch's classes are what they were, and its operators do what they did.
 """
@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from farcall import api
 from farcall.rpc import rref as reference
 from farcall.rpc.future import Future
 from farcall.rpc.rref import RRef
+from farcall.runtime.node.ending import leave_at_exit
 from farcall.serialize import RECORDING, Encoding, register_reducer
 from farcall.serialize.policy import REDUCERS
 from farcall.serialize.recording import Recording
@@ -27,7 +27,7 @@ from farcall.torchscript import extension, handlers
 from farcall.torchscript.handlers import type_of_result
 
 LEAVE_S = 2.0
-"""How long the end of the process waits for scripts that are in Python."""
+"""How long the end of the process waits for scripts inside the interpreter."""
 
 _lock = threading.Lock()
 _undo: list[Callable[[], object]] = []
@@ -39,10 +39,10 @@ def is_enabled() -> bool:
 
 
 def enable() -> None:
-    """Let farcall serve RPC in TorchScript code; builds the extension if need be. Again: changes nothing.
+    """Let farcall serve RPC in TorchScript code; builds the extension if need be. A second call changes nothing.
 
     Raises:
-        RpcError: there is no extension, and it cannot be built here; the text says what to do.
+        RpcError: the extension is not there, and cannot be built here; the text says what to do.
     """
     with _lock:
         if _undo:
@@ -76,13 +76,13 @@ def disable() -> None:
 
 
 def _let_scripts_out() -> None:
-    """At exit: have every script fail at its next call, and wait until all are out of the interpreter."""
-    api._leave_at_exit()
+    """At exit: have every script fail at its next call, and wait until all have left the interpreter."""
+    leave_at_exit()
     extension.load().shut(LEAVE_S)
 
 
 def allow_pickling(allowed: bool) -> None:
-    """May TorchScript write references into files? A worker that writes one keeps it as long as it lives."""
+    """Let TorchScript write references into files, or no longer. A worker keeps those that it wrote for life."""
     if allowed:
         enable()
     if is_enabled():
@@ -90,7 +90,7 @@ def allow_pickling(allowed: bool) -> None:
 
 
 def _patch(wrapper: type[Any], unwrap: Callable[[Any], RRef[Any]]) -> list[Callable[[], object]]:
-    """Let torch's class hand on every question."""
+    """Let torch's class hand every question on to the reference."""
 
     def describe(self: Any) -> str:
         return repr(unwrap(self))
@@ -121,7 +121,7 @@ def _patch(wrapper: type[Any], unwrap: Callable[[Any], RRef[Any]]) -> list[Calla
 
 
 def _settling(set_result: Callable[..., None]) -> Callable[[Any, Any], None]:
-    """A function that gives a future its value: where the type is known, as a value that scripts can wait for."""
+    """A function that gives a future its value; where its type is known, as a value that scripts can wait for."""
     tensor = torch._C.TensorType.get()
     plain = torch._C.Future.set_result
 
@@ -132,7 +132,7 @@ def _settling(set_result: Callable[..., None]) -> Callable[[Any, Any], None]:
                 set_result(future, value, kind)
                 return
             except RuntimeError:
-                pass  # not of that type after all: Python gets it as it is, and a script that waits for it says so
+                pass  # of another type after all: Python gets it as it is, and a script that waits for it says so
         plain(future, value)
 
     return settle

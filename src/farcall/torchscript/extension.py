@@ -4,11 +4,11 @@ Owns the cache, and the errors where a build is impossible. A library lies in a 
 everything that it depends on, below ``$FARCALL_CACHE``, ``$XDG_CACHE_HOME/farcall`` or ``~/.cache/farcall``. A process
 that finds it there needs no right to write, and no compiler.
 
-Invariant: a library of that name is complete and was seen to load and to work, by a process made for that, since it is
-built elsewhere and comes there by one rename: some compilers make one that kills whoever loads it. A file ``refused``
-in its place says why there is none. Nothing is loaded that another user than root could have put there. One process
-builds, however many want to: the system releases the lock of a process that dies. Its compiler may live on, and never
-meets the next one's: each build has a directory of its own.
+Invariant: a library in its place is complete, and works. It is built elsewhere, tried out by a process of its own
+(`trial.py`), since some compilers make one that kills every process that loads it, and comes to its place by one
+rename. A file ``refused`` there says why there is none. No library is loaded that another user than root could have put
+there. One process builds, however many want to: the system releases the lock of a process that dies. Its compiler may
+live on, and never meets the next one's: each build has a directory of its own.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _failure: str | None = None
 
 
 def build() -> Path:
-    """Build the extension, unless that was done before; return its path. Takes about a minute.
+    """Build the extension, unless it is there; return its path. Takes about a minute.
 
     Raises:
-        RpcError: there is no compiler, it failed, or the cache cannot be written; the text says what to do.
+        RpcError: no compiler was found, it failed, or the cache cannot be written; the text says what to do.
     """
     directory = _directory()
     library = directory / f"{_NAME}.so"
@@ -70,10 +70,10 @@ def build() -> Path:
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o755, exist_ok=True)
-        _check_owner(directory)  # before anything is written or built there: links, and libraries, may be others'
+        _check_owner(directory)  # before the first write: another user may have put links or libraries there
         with (directory / "building").open("a+") as lock:
             _acquire(lock, directory)
-            if (directory / _REFUSED).exists():  # by the process that was waited for
+            if (directory / _REFUSED).exists():  # written by the process that this one waited for
                 raise RpcError((directory / _REFUSED).read_text())
             if not library.exists():
                 _build_into(library)
@@ -87,8 +87,8 @@ def build() -> Path:
 
 
 def _acquire(lock: IO[str], directory: Path) -> None:
-    """Wait until no other process builds; the file names the one that does."""
-    import fcntl  # here, since modules that Windows imports, where there is none, import this one
+    """Wait until no other process builds; the file names the builder."""
+    import fcntl  # not on Windows, which imports this module
 
     until = monotonic() + _LONGEST_WAIT_S
     told = False
@@ -115,7 +115,7 @@ def _acquire(lock: IO[str], directory: Path) -> None:
 
 def _build_into(library: Path) -> None:
     for left_behind in library.parent.glob(f"{_BUILDING}*"):
-        shutil.rmtree(left_behind, ignore_errors=True)  # by a build that was killed
+        shutil.rmtree(left_behind, ignore_errors=True)  # the build was killed
     with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=library.parent, ignore_cleanup_errors=True) as scratch:
         built = _compile(Path(scratch))
         built.chmod(0o755)
@@ -123,7 +123,7 @@ def _build_into(library: Path) -> None:
 
 
 def _check_owner(found_at: Path) -> None:
-    """Raise unless nobody but this user and root can have put the library, or its directory, ``found_at`` there."""
+    """Raise if others than this user and root can have put the library, or its directory, ``found_at`` there."""
     library = found_at if found_at.suffix == ".so" else found_at / f"{_NAME}.so"
     own, shared = (library, library.parent), (library.parent.parent, library.parent.parent.parent)
     for path in (*own, *shared):
@@ -140,7 +140,7 @@ def _check_owner(found_at: Path) -> None:
 
 
 def load() -> ModuleType:
-    """The extension, built if need be. Raises like `build`, at once where it has failed before."""
+    """The extension, built if need be. Raises like `build`; at once, if that has failed before."""
     global _loaded, _failure
     with _lock:
         if _loaded is None:
@@ -155,19 +155,19 @@ def load() -> ModuleType:
 
 
 def use(library: Path) -> None:
-    """Load ``library``, which nobody has tried out, in this process."""
+    """Load ``library`` in this process, untried; for `trial.py`."""
     global _loaded
     with _lock:
         _loaded = _import(library)
 
 
 def is_loaded() -> bool:
-    """Whether it is loaded in this process; then code that needs it may have been compiled."""
+    """Is it loaded in this process? If so, code that needs it may have been compiled."""
     return _loaded is not None
 
 
 def failure() -> str | None:
-    """The error of loading it in this process; None: it was loaded, or never wanted."""
+    """The error with which it failed to load in this process; None: it was loaded, or never wanted."""
     return _failure
 
 
@@ -190,7 +190,7 @@ def _directory() -> Path:
     root = os.environ.get("FARCALL_CACHE")
     if root is None:
         root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "farcall")
-    # Without the path of torch, which is known once it is loaded: environments and hosts with the same torch share.
+    # Without torch's path: environments and hosts with the same torch share one library.
     depends_on = (
         *(source.read_text() for source in sorted(_SOURCES.iterdir())),
         " ".join(_FLAGS),
@@ -205,13 +205,13 @@ def _directory() -> Path:
 
 
 def why_not() -> str | None:
-    """The reason why the extension cannot be built or used here, and the remedy; None: it can, as far as is known."""
+    """The reason why the extension cannot be built or used here, and the remedy; None: no reason is known."""
     refused = _directory() / _REFUSED
     if refused.exists():
         return refused.read_text()
     from torch.utils import cpp_extension
 
-    compiler: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]
+    compiler = _compiler()
     command = shlex.split(compiler)  # "ccache g++"
     if not command or shutil.which(command[0]) is None:
         return (
@@ -242,7 +242,7 @@ def _find_ninja() -> None:
 
 
 def _compile(directory: Path) -> Path:
-    """Build it in a fresh directory, and see that it works, in a process of its own; return the library."""
+    """Build it in a fresh directory and try it out, in a process of its own; return the library."""
     logger.warning("building the extension for RPC in TorchScript code, once: about a minute (in %s)", directory)
     began = monotonic()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -267,14 +267,17 @@ def _compile(directory: Path) -> Path:
     return _library_in(directory)
 
 
-def _refused(home: Path, how: int, said: str) -> RpcError:
-    """The build ended, and so did the process that tried it out: keep the verdict."""
+def _compiler() -> str:
     from torch.utils import cpp_extension
 
-    compiler: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]
+    return str(cpp_extension.get_cxx_compiler())  # type: ignore[no-untyped-call]
+
+
+def _refused(home: Path, how: int, said: str) -> RpcError:
+    """The library was built, and its trial failed: keep the verdict in a file, for other processes."""
     died = f"was killed by {signal.Signals(-how).name}" if how < 0 else f"failed: {said.rpartition(chr(10))[2]}"
     verdict = (
-        f"the extension for RPC in TorchScript code was built with {compiler!r}, and a process that tried it out "
+        f"the extension for RPC in TorchScript code was built with {_compiler()!r}, and a process that tried it out "
         f"{died}. Set CXX to another compiler, one that links libstdc++ as torch does, and remove {home}. Everything "
         "else works without"
     )
@@ -288,10 +291,9 @@ def _library_in(directory: Path) -> Path:
 
 
 def compile_here(directory: Path) -> Path:
-    """Build it in this process, which torch has load it, too; for `trial.py` only."""
+    """Build it in this process, into which torch then loads it; for `trial.py`."""
     from torch.utils import cpp_extension
 
-    compiler: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]
     _find_ninja()
     try:
         cpp_extension.load(
@@ -306,6 +308,6 @@ def compile_here(directory: Path) -> Path:
     except (OSError, RuntimeError) as error:
         raise RpcError(
             f"the extension for RPC in TorchScript code could not be built with torch {torch.__version__} and "
-            f"{compiler!r}: {error}"
+            f"{_compiler()!r}: {error}"
         ) from error
     return _library_in(directory)

@@ -1,11 +1,13 @@
 """The Python side of TorchScript's RPC operators: `bridge/` calls the functions here by name.
 
-Each runs on the thread that runs the script, with the interpreter locked, and may raise anything: the script sees its
-text. TorchScript goes on with a function on other threads after it has waited for something; those know no distributed
-autograd context, so the number of the context comes along with each call.
+Two of them, `backward` and `get_gradients`, are those of `farcall.autograd`.
 
-A value's type for TorchScript is known from the function that made it, given by its user, or inferred from it. The
-holder of a reference knows the type where it made the creating call itself; any other holder asks the owner.
+Each runs on the thread that runs the script, with the interpreter locked, and may raise anything: the script sees the
+text. After a wait, TorchScript may go on with a function on another thread, which knows no distributed autograd
+context; so each call brings the number of its context along.
+
+TorchScript learns the type of a value from the function that made it, from the user's hint, or by inference. A holder
+of a reference that made the creating call itself knows the type; any other holder asks the owner.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from typing import Any
 
 import torch
 
-from farcall import api, autograd
+from farcall import api
+from farcall.autograd import backward as backward
+from farcall.autograd import get_gradients as get_gradients
 from farcall.autograd.recorder import Recorder
 from farcall.errors import ReferenceLost, RpcError
 from farcall.rpc.future import call_async as issue
@@ -45,7 +49,7 @@ def call_async(
     to: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float, context_id: int
 ) -> Any:
     """``rpc_async`` in a script."""
-    stop_reading()  # the script is likely to wait for the result in C++, where nothing can take over reading
+    stop_reading()  # the script will probably wait in C++, where no other thread can take over reading
     with _inside(context_id):
         return issue(api.current_runtime(), to, _find(name), args, kwargs, timeout_s, "async_jit")
 
@@ -59,13 +63,13 @@ def call_remote(
 
 
 def _find(name: str) -> Any:
-    """The script function of that name: one object each time, since knowledge about functions is kept by object."""
+    """The script function of that name: always the same object, since caches about functions go by identity."""
     return decode_function(b"s" + name.encode())
 
 
 @contextmanager
 def _inside(context_id: int) -> Iterator[None]:
-    """The distributed autograd context of that number, unless this thread is in one, or the context is unknown."""
+    """Enter the distributed autograd context of that number, unless this thread is in one, or it is unknown."""
     recording = None
     if context_id != _NO_CONTEXT and RECORDING.get() is None:
         recording = api.current_runtime().part(Recorder).contexts.find(context_id)
@@ -83,7 +87,7 @@ def _inside(context_id: int) -> Iterator[None]:
 
 
 def to_here(rref: RRef[Any], timeout_s: float, is_module: bool) -> Any:
-    """The value; at its owner as the object that scripts change in place."""
+    """The value; at its owner, the object that scripts change in place."""
     if rref._owned is not None:
         wait_for_value(rref, rref._owned, timeout_s)
         return rref._owned.value
@@ -96,7 +100,7 @@ def to_here(rref: RRef[Any], timeout_s: float, is_module: bool) -> Any:
 
 
 def local_value(rref: RRef[Any]) -> Any:
-    """The value without a copy, only at its owner."""
+    """The value itself, at its owner only."""
     if rref._owned is None:
         raise RpcError(
             f"Can't call RRef.local_value() on a non-owner RRef: {rref} belongs to {rref.owner_name()}; use to_here()"
@@ -106,7 +110,7 @@ def local_value(rref: RRef[Any]) -> Any:
 
 
 def keep_value(rref: RRef[Any], value: Any) -> None:
-    """At the owner: make the object that a script may change in place the value from now on."""
+    """At the owner: from now on the value is the object that a script may change in place."""
     if rref._owned is not None:
         Owned.held_by_scripts = type(value)
         rref._owned.value = value
@@ -175,7 +179,7 @@ def _type_of_owned(owned: Owned) -> Any:
 
 
 class _Pickled:
-    """The references that a node has written into files and read from them; a part of the node."""
+    """The references that a node has written into files, and read from them."""
 
     def __init__(self, node: Any) -> None:
         self.written: dict[int, RRef[Any]] = {}
@@ -184,12 +188,12 @@ class _Pickled:
 
 
 def keep_pickled(number: int, rref: RRef[Any]) -> None:
-    """Keep ``rref``, which TorchScript writes into a file, for good: any number of readers may come."""
+    """Keep ``rref``, which TorchScript writes into a file, for good: readers may come at any time."""
     rref._references.node.part(_Pickled).written[number] = rref
 
 
 def find_pickled(writer: int, number: int) -> RRef[Any]:
-    """The reference that worker ``writer`` wrote as its ``number``-th, for TorchScript, which read it from a file."""
+    """The ``number``-th reference that worker ``writer`` wrote, for TorchScript, which read that from a file."""
     pickled = api.current_runtime().part(_Pickled)
     with pickled.lock:
         found = pickled.read.get((writer, number))
@@ -207,16 +211,3 @@ def _written(number: int) -> RRef[Any]:
         return node.part(_Pickled).written[number]
     except KeyError:
         raise ReferenceLost(f"{node.info.name} has not written a reference {number} since it started") from None
-
-
-# ---------------------------------------------------------------------- distributed autograd
-
-
-def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """``dist_autograd.get_gradients`` in a script."""
-    return autograd.get_gradients(context_id)
-
-
-def backward(context_id: int, roots: list[torch.Tensor], retain_graph: bool) -> None:
-    """``dist_autograd.backward`` in a script."""
-    autograd.backward(context_id, roots, retain_graph)

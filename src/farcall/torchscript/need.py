@@ -1,14 +1,14 @@
 """Code that needs the extension: `watch` enables it just before TorchScript compiles such code.
 
-Torch compiles ``rpc.rpc_async`` and ``RRef[...]`` whoever is in their place, and nothing asks Python when such code
-runs; so `watch` looks at the code. Its caller, which took the place of ``torch.distributed.rpc``, names the functions
-that count. Code comes in four ways, which `watch` wraps: source, annotations, values of inferred type, and files.
+Torch compiles ``rpc.rpc_async`` and ``RRef[...]``, whatever functions are in their place, and asks no Python when such
+code runs; so `watch` looks at the code. Its caller, which took the place of ``torch.distributed.rpc``, names the
+functions that count. Code comes in four ways, which `watch` wraps: source, annotations, values of inferred type, files.
 
-Where the extension cannot be had, such code is compiled all the same, and `refuse` makes it fail when it is called:
-libraries compile it while they are imported, used or not. Torch's own operators would fail with a text that sends the
-user to ``init_rpc``. A reference that is to become part of a module fails at once: nothing could hold it.
+Without the extension such code is compiled all the same, since libraries do so on import, whether they use it or not;
+`refuse` makes its calls fail. Torch's own operators would fail with a text that sends the user to ``init_rpc``. A
+reference that is to become part of a module fails at once: no object could hold it.
 
-Invariant: while no such code was compiled, or the extension works, torch's script classes are as torch made them.
+Invariant: until such code is compiled without the extension, torch's script classes are as torch made them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def watch(functions: Iterable[Any]) -> list[Callable[[], None]]:
-    """Enable the extension where it is needed from now on; the returned functions end that."""
+    """From now on, enable the extension where code needs it; the returned functions end that."""
     from torch.jit import annotations, frontend
 
     if not hasattr(torch._C, "_rpc_init"):
@@ -96,31 +96,31 @@ def watch(functions: Iterable[Any]) -> list[Callable[[], None]]:
 
 
 def _prepare() -> None:
-    """Prepare for code that is about to be compiled and needs the extension when it runs."""
+    """Prepare for code that needs the extension when it runs, and is about to be compiled."""
     try:
         enable()
-    except RuntimeError as error:  # there is none, or it does not know this torch
+    except RuntimeError as error:  # no extension, or one that does not know this torch
         refuse(str(error))
 
 
 def _prepare_for_file(file: str | IO[bytes]) -> None:
     if mentions_in_file(file, "data.pkl", _PICKLED_REFERENCE):
-        enable()  # it is read at once
+        enable()  # the reference is read at once
     elif mentions_in_file(file, ".py", _REFERENCE_TYPE):
         _prepare()
 
 
 def mentions_in_file(file: str | IO[bytes], ending: str, wanted: bytes) -> bool:
-    """Whether a part of the archive whose name ends like this holds those bytes; False for what is no archive."""
+    """Does a part of the archive whose name has this ending hold those bytes? False for a file that is no archive."""
     try:
         with zipfile.ZipFile(file) as archive:
             return any(wanted in archive.read(name) for name in archive.namelist() if name.endswith(ending))
     except (OSError, zipfile.BadZipFile):
-        return False  # torch says what is wrong with it
+        return False  # torch says what is wrong with the file
 
 
 def mentions(function: Any, tree: ast.AST, wanted: list[Any]) -> bool:
-    """Whether the code of ``function`` names one of the ``wanted`` functions."""
+    """Does the code of ``function`` name one of the ``wanted`` functions?"""
     if not isinstance(function, FunctionType):
         return False
     names: dict[str, Any] = dict(function.__globals__)
@@ -161,7 +161,7 @@ def _holds_reference(value: Any, left: int = _MOST_LOOKED_AT) -> bool:
 
 
 def refuse(reason: str) -> None:
-    """Make calls of scripts that need the extension raise an `RpcError` of that text. Again: changes nothing."""
+    """Make scripts that need the extension raise an `RpcError` of that text. A second call changes nothing."""
     with _lock:
         if _undo:
             return
@@ -178,7 +178,7 @@ def stop_refusing() -> None:
 
 
 def needs_extension(script: Any) -> bool:
-    """Whether this script function or method, or one that it calls, issues RPC or uses references."""
+    """Does this script function or method, or one that it calls, issue RPC or use references?"""
     return _is_needed(script.inlined_graph)
 
 
@@ -186,7 +186,7 @@ def _is_needed(graph: Any) -> bool:
     if _NEEDED_BY.search(_CONSTANT_TEXT.sub("", str(graph))):
         return True
     for fork in graph.findAllNodes("prim::fork"):
-        forked = fork.g("Subgraph").copy()  # torch does not look into these when it inlines
+        forked = fork.g("Subgraph").copy()  # torch's inlining leaves these out
         native._jit_pass_inline(forked)
         if _is_needed(forked):
             return True
@@ -195,8 +195,8 @@ def _is_needed(graph: Any) -> bool:
 
 def _guard(kind: Any, reason: str) -> Callable[[], None]:
     plain = kind.__call__
-    # The key of a method is its class, not the class's name: modules from files may share names. The class is held,
-    # so that its id stays its own.
+    # The key of a method has its class, not the class's name: modules from files may share names. The value holds the
+    # class, so that no other object gets its id.
     looked_at: dict[tuple[str, int], tuple[bool, Any]] = {}
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -4,9 +4,9 @@
     y = call("worker1", "mypackage.layers.forward", [x, weight])
 
 An operator's arguments and results are tensors, numbers and text, and the shape of its result must be known without a
-call: so the function is given by its dotted name, takes tensors and returns one tensor, of the first one's shape and
-dtype unless given otherwise. Gradients do not flow through it: make a call that a distributed autograd context must
-record the ordinary way. All other calls work in compiled functions, too, with a break in the graph.
+call. So the function is named, takes tensors and returns one tensor, of the first argument's shape and dtype unless
+given otherwise. Gradients do not flow through it: where a distributed autograd context must record a call, make it the
+ordinary way. All other calls work in compiled functions, too, with a break in the graph.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def call(
             f"{function} on {to} returned {result.dtype} of shape {list(result.shape)}, and the call said {look[1]} of "
             f"shape {look[0]}: pass shape= and dtype="
         )
-    # What an operator returns must be memory of its own; a worker that calls itself may get an argument back.
+    # An operator must return memory of its own; a worker that calls itself may get an argument back.
     return result.detach().clone() if any(result is one for one in args) else result.detach()
 
 

@@ -1,7 +1,7 @@
 """A program that builds the extension and tries it out: ``python -m farcall.torchscript.trial DIRECTORY``.
 
-Builds and loads the library, compiles scripts that call and refer, runs them, and has one fail. It ends with 0 if all
-of that is right. Whatever else becomes of it (a signal, more often than not) becomes of nobody else (`extension.py`).
+Builds and loads the library, compiles scripts that make calls and use references, runs them, and has one fail. Ends
+with 0 if all of that is right. A library that kills its process (by a signal, more often than not) kills only this one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _ask(to: str, y: int) -> torch.Tensor:
 
 
 def main(library: Path) -> None:
-    """Raise, or die, unless ``library`` works."""
+    """Raise, or be killed, unless ``library`` works."""
     extension.use(library)
     bridging.enable()
     globals()["_add"] = torch.jit.script(_add)
@@ -53,7 +53,7 @@ def main(library: Path) -> None:
 
 
 def build_and_try(directory: Path) -> None:
-    """Exit with NOT_BUILT where the compiler fails; die where the library makes a process die."""
+    """Build the library and try it out; exit with NOT_BUILT where the compiler fails."""
     try:
         built = extension.compile_here(directory)
     except RpcError as error:

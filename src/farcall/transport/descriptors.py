@@ -1,11 +1,11 @@
-"""Descriptors that a forked child must let go of.
+"""Descriptors that a forked child must close.
 
-A child inherits every descriptor of its parent, and none of the threads that would use them. While it holds a copy, a
-peer that looks for the end of the parent's connection never sees it. So each object that holds descriptors registers
-here once, and closes its copies in the child: without a word to the other side, and so that nothing (a destructor, say)
-writes to the same number later, when it may be somebody else's.
+A child inherits every descriptor of its parent, but none of the threads that use them. While it holds a copy, a peer
+never sees the end of the parent's connection. So each object with descriptors registers here once, and closes its
+copies in the child: without sending anything to the peer, and so that no destructor uses the same number later, when
+it may belong to another file.
 
-Held weakly: closing is no reason to unregister, and ``close_after_fork`` must bear being called after ``close``.
+References are weak, and nothing unregisters: ``close_after_fork`` must tolerate a call after ``close``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class HoldsDescriptors(Protocol):
     """An object with descriptors of its own."""
 
     def close_after_fork(self) -> None:
-        """In a forked child: close them, and leave what they stand for to the parent."""
+        """In a forked child: close the descriptors, and leave connections and files to the parent."""
 
 
 _holders: weakref.WeakSet[HoldsDescriptors] = weakref.WeakSet()
 
 
 def close_in_children(holder: HoldsDescriptors) -> None:
-    """Have ``holder`` close its descriptors in each child that this process forks from now on."""
+    """Make ``holder`` close its descriptors in each child that this process forks from now on."""
     _holders.add(holder)
 
 
@@ -35,7 +35,7 @@ def _after_fork() -> None:
     for holder in list(_holders):
         try:
             holder.close_after_fork()
-        except Exception as error:  # one holder's fault must not leave the descriptors of all others open
+        except Exception as error:  # one failing holder must not keep the other holders' descriptors open
             failures.append(error)
     _holders.clear()
     if failures:

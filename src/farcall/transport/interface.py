@@ -1,32 +1,33 @@
-"""The whole I/O contract: what a way for bytes must do, and nothing about what the bytes mean.
+"""The whole I/O contract: the duties of a transport, and nothing about the meaning of its bytes.
 
-A transport is an ordered, connected, duplex stream of bytes between two nodes. It never buffers: what the
-kernel (or the in-memory pipe) does not take stays with the caller, who offers the same bytes again. It knows nothing of
-frames, tensors or threads.
+A transport is an ordered, connected, duplex stream of bytes between two nodes. It never buffers: bytes that the kernel
+does not take stay with the caller, which offers them again. It knows nothing of frames, tensors or threads.
 
 =================  ======================================  ==========================================
 method             result                                  would block
 =================  ======================================  ==========================================
 ``send``           bytes taken, maybe fewer than offered   0
 ``receive_into``   bytes read; 0: the peer ended           None
+``look()``         something true                          something false
 ``wait_readable``  True                                    False, after ``timeout_s``
 ``wait_writable``  True                                    False, after ``timeout_s``
 =================  ======================================  ==========================================
 
 Operating-system errors are translated once, here: ``TransportClosed`` (this side did it) or
-``TransportBroken`` (the world did). One thread may receive while another sends; two threads must not do the
-same of these at once, but any number may wait until ``send`` takes something.
+``TransportBroken`` (the world did). One thread may receive while another sends. Two threads must not send at
+once, nor receive at once; but any number may wait until ``send`` takes something.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-#: A waiting thread comes back at least this often, to look at deadlines and signals.
+#: A waiting thread wakes up at least this often, to check deadlines and signals.
 WAIT_SLICE_S = 0.25
 
 #: The most descriptors one ``send`` may carry, and the most a peer may leave untaken before it is cut off.
@@ -35,7 +36,7 @@ MAX_DESCRIPTORS_UNTAKEN = 64
 
 
 class TransportError(ConnectionError):
-    """Root of what a transport raises."""
+    """The root of all errors of transports."""
 
 
 class TransportClosed(TransportError):
@@ -47,7 +48,7 @@ class TransportBroken(TransportError):
 
 
 class TransportForged(TransportBroken):
-    """Bytes came that the other end did not send like this: a third party is in between."""
+    """The received bytes are not those that the peer sent: a third party has tampered with the connection."""
 
 
 class DialFailed(TransportError):
@@ -55,15 +56,15 @@ class DialFailed(TransportError):
 
 
 class DialUnanswered(DialFailed):
-    """The host of an address does not answer, or no way leads there."""
+    """The host of an address does not answer, or no route leads to it."""
 
 
 class DialRefused(DialFailed):
-    """The host of an address says that nobody listens there."""
+    """The host of an address refuses the connection: nobody listens there."""
 
 
 class AcceptPostponed(TransportError):
-    """This process, or the system, is out of descriptors or memory: a connection waits to be accepted, and must."""
+    """This process, or the system, is out of descriptors or memory: the connection waits in the backlog."""
 
 
 class ListenFailed(TransportError):
@@ -77,41 +78,39 @@ class Transport(ABC):
 
     #: "tcp", "unix" or "memory"
     kind: str
-    #: True where ``send`` takes descriptors
+    #: True if ``send`` takes descriptors
     carries_descriptors: bool = False
-    #: the numeric address of the other end's host, where there is a network between; else empty
+    #: the numeric address of the peer's host, if a network lies between; else empty
     peer_host: str = ""
-    #: True where a network is between the two ends, and others may write to the connection
+    #: True if a network lies between the two ends, on which third parties could tamper with the connection
     needs_sealing: bool = False
-    #: what both ends have seen of each other, where they have, to be part of what they prove
+    #: the digests of both ends' certificates, if they have any: input to the proof of the handshake
     binding: bytes = b""
-    #: the names that the other end may have, where it has shown them in a certificate and that is asked for
+    #: the names in the peer's certificate, if the options bind names to certificates; else None
     peer_names: frozenset[str] | None = None
-    #: bytes that were offered, not taken, and will leave all the same: they are part of something that has begun
+    #: bytes of a partly sent record: `send` has not counted them as taken, but they can no longer be withdrawn
     pending_bytes: int = 0
-    #: bytes that came and cannot be given out before more do
+    #: bytes of an incomplete record, which cannot be delivered before more arrive
     held_bytes: int = 0
-    #: True where ``receive_into`` has bytes of which a poll of the descriptor says nothing
+    #: True if ``receive_into`` has bytes that a poll of the descriptor does not report
     buffered: bool = False
-    #: False where a test looks at whole messages: then large ones do not travel in chunks
+    #: False if a test inspects whole messages, so that large ones must not travel in chunks
     takes_chunks: bool = True
-    #: the id of the process at the other end, where one kernel has both ends; else 0
+    #: the id of the peer's process, if one kernel has both ends; else 0
     peer_process: int = 0
-    #: False once frames were lost, repeated or reordered on their way, as tests do: then both ends cannot go on where
-    #: this connection breaks off
+    #: False once a test has lost, repeated or reordered frames: then no later connection can resume this one
     resumable: bool = True
 
     @abstractmethod
     def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:
         """Hand over the bytes of ``buffers`` in order; return how many were taken, 0 if it would block.
 
-        Empty buffers are allowed. Descriptors travel with the first byte taken: when the result is 0 they did
-        not go, and the caller offers them again; when it is positive they went and stay the caller's to
-        close.
+        Empty buffers are allowed. Descriptors travel with the first byte taken: if the result is 0 they were not
+        sent, and the caller offers them again; if it is positive they were sent. The caller closes its own copies.
         """
 
     def send_bytes(self, data: bytes) -> int:
-        """``send`` for one small message: what most calls are."""
+        """``send`` for one small message, the usual case."""
         return self.send((data,))
 
     @abstractmethod
@@ -119,63 +118,72 @@ class Transport(ABC):
         """Fill (some of) ``view``; return how many bytes, 0 if the peer ended, None if it would block."""
 
     def receive_bytes_into(self, view: memoryview) -> int | None:
-        """Like ``receive_into``, from a peer that has proved nothing: descriptors that come along are dropped."""
+        """Like ``receive_into``, from a peer that is not authenticated yet: descriptors are dropped."""
         return self.receive_into(view)
 
     @abstractmethod
     def wait_readable(self, timeout_s: float) -> bool:
-        """Wait until ``receive_into`` has something to say; False after ``timeout_s``. Takes no byte.
+        """Wait until ``receive_into`` has a result; False after ``timeout_s``.
 
-        A signal may interrupt this wait without harm, which cannot be said of a wait that also reads.
+        Reads no byte, so a signal may interrupt it without harm. A wait that also reads could lose bytes.
         """
+
+    @property
+    def look(self) -> Callable[[], object]:
+        """A function like ``wait_readable(0)``, to be called again and again until something is received.
+
+        That of a socket is compiled: a thread that busy-waits looks some twenty times for each answer. Only for the
+        thread that receives. On a transport that this side has closed it returns something true, or raises.
+        """
+        return partial(self.wait_readable, 0.0)
 
     @abstractmethod
     def wait_writable(self, timeout_s: float) -> bool:
         """Wait until ``send`` takes something or fails; False after ``timeout_s``."""
 
     def take_descriptors(self) -> list[int]:
-        """Descriptors received so far, oldest first; they become the caller's to close.
+        """Return the descriptors received so far, oldest first; the caller closes them.
 
-        A descriptor is here no later than the first byte of the ``send`` that carried it, in the order sent.
+        A descriptor arrives no later than the first byte of the ``send`` that carried it, in the order sent.
         So the decoder of the frame that announces a descriptor finds it here.
         """
         return []
 
     @abstractmethod
     def fileno(self) -> int | None:
-        """The descriptor to poll, or None: then ``on_readable`` and ``on_writable`` tell."""
+        """The descriptor to poll; None if the hooks of ``watch`` report readiness instead."""
 
     def watch(self, on_readable: Callable[[], None] | None, on_writable: Callable[[], None] | None) -> None:
-        """Set the hooks of a transport without descriptor; each runs on the thread that made it ready.
+        """Set the hooks of a transport without descriptor; each runs on the thread that made the transport ready.
 
-        A hook runs after every change from not ready to ready, and at once if it is ready now. Spurious runs
-        are allowed.
+        A hook runs after every change from not ready to ready, and at once if the transport is ready now. Spurious
+        runs are allowed.
         """
         raise NotImplementedError(f"a {self.kind} transport is polled by its descriptor")
 
     def silent_s(self) -> float:
-        """How long the host at the other end has left unanswered what was sent to it, as seen since the first look.
+        """How long the peer's host has left bytes unacknowledged, as observed since the first call.
 
-        Its kernel answers, whatever its processes do. 0 where it has nothing to answer, or one kernel has both ends.
+        Its kernel acknowledges even for a stopped process. 0: nothing is unacknowledged, or one kernel has both ends.
         """
         return 0.0
 
     @abstractmethod
     def end_sending(self) -> None:
-        """Tell the peer that no more bytes come; receiving goes on. Does nothing on an ended transport."""
+        """End the sending direction; receiving goes on. Does nothing on an ended transport."""
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Wake every thread inside this transport for good, and end both directions; ``close`` must follow.
+        """End both directions and wake up every thread that waits in this transport, for ever; ``close`` must follow.
 
-        What came before can still be received, until ``close``: then ``receive_into`` raises ``TransportClosed``, as
-        every other operation does at once. Safe from any thread. The descriptor stays reserved, so its number cannot
-        be reused under a thread that is about to read from it.
+        Bytes that arrived before can still be received, until ``close``; every other operation raises
+        ``TransportClosed``. Safe from any thread. The descriptor stays open, so that its number cannot be reused
+        under a thread that is about to read from it.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End both directions and give back the descriptor. Idempotent."""
+        """End both directions and close the descriptor. Idempotent."""
 
     @property
     @abstractmethod
@@ -184,20 +192,19 @@ class Transport(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """For people: both ends, as in ``tcp 10.0.0.1:4000 -> 10.0.0.2:5000``."""
+        """Both ends, for people, as in ``tcp 10.0.0.1:4000 -> 10.0.0.2:5000``."""
 
 
 class Absent(Transport):
-    """The transport of a link that has had no connection yet: it takes nothing and brings nothing.
+    """The transport of a link that has had no connection yet: it sends and receives nothing.
 
-    So a link is one thing from the moment a member is known: what is sent to it before it is connected waits, as it
-    does while a connection is broken.
+    So a link can exist from the moment a member is known, and its frames wait as they do while a connection is broken.
     """
 
     __slots__ = ("_closed", "kind")
 
     def __init__(self, kind: str = "absent") -> None:
-        """``kind``: that of the connection to be."""
+        """``kind``: the kind of the future connection."""
         self.kind: str = kind
         self._closed = False
 
@@ -237,20 +244,20 @@ class Absent(Transport):
 
 
 class Listener(ABC):
-    """A place others can dial."""
+    """An address on which this node accepts connections."""
 
     __slots__ = ("__weakref__",)
 
-    #: What to give to ``dial``; the port is the real one even if any port was asked for.
+    #: The address for ``dial``, with the real port even if port 0 was requested.
     address: str
 
     @abstractmethod
     def accept(self) -> Transport | None:
-        """The next connection, or None if there is none now; never blocks."""
+        """Accept the next connection; None if none is waiting. Never blocks."""
 
     @abstractmethod
     def fileno(self) -> int | None:
-        """The descriptor to poll for reading, or None: then ``watch`` tells."""
+        """The descriptor to poll for reading; None if the hook of ``watch`` reports connections instead."""
 
     def watch(self, on_acceptable: Callable[[], None] | None) -> None:
         """Set the hook of a listener without descriptor."""

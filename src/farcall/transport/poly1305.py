@@ -1,8 +1,8 @@
-"""Poly1305 (RFC 8439), from the OpenSSL that Python itself uses: a proof of many bytes at the speed of memory.
+"""Poly1305 (RFC 8439), from the OpenSSL that Python itself uses: a message authentication code at memory speed.
 
-Python's hashlib has nothing as quick: 128 KiB take 13 us, with HMAC-SHA-256 84, with BLAKE2b 208. So OpenSSL is asked
-directly, by way of the library that hashlib is linked to. Where that cannot be done, or the answer to a known question
-is wrong, `AVAILABLE` is False, and seals do without.
+Python's hashlib has nothing as quick: 128 KiB take 13 us, with HMAC-SHA-256 84, with BLAKE2b 208. So this module calls
+OpenSSL directly, through the library that hashlib is linked to. If that is impossible, or the tag of a known example
+is wrong, `AVAILABLE` is False, and seals use HMAC instead.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _EXAMPLE_TAG: Final = bytes.fromhex("a8061dc1305136c6c22b8baf0c0127a9")
 
 
 def _load() -> tuple[Any, Any]:
-    """The library, and its algorithm; raises where either is missing."""
+    """Return the library and its algorithm; raise if either is missing."""
     import _hashlib
 
-    library = ctypes.CDLL(_hashlib.__file__)  # functions that it calls are found through it; called without the GIL
+    library = ctypes.CDLL(_hashlib.__file__)  # OpenSSL's symbols resolve through it; CDLL releases the GIL
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     library.EVP_MAC_fetch.restype = library.EVP_MAC_CTX_new.restype = pointer
     library.EVP_MAC_fetch.argtypes = [pointer, ctypes.c_char_p, ctypes.c_char_p]
@@ -38,7 +38,7 @@ def _load() -> tuple[Any, Any]:
 
 
 class Poly1305:
-    """Tags, one after the other. For one thread at a time."""
+    """Computes one tag after the other. For one thread at a time."""
 
     __slots__ = ("_context", "_final", "_free", "_init", "_tag", "_update", "_written")
 
@@ -55,7 +55,7 @@ class Poly1305:
         self._written = ctypes.c_size_t()
 
     def tag(self, key: bytes, data: memoryview) -> bytes:
-        """The tag of ``data``, which must be writable memory. No two of them under the same ``key``."""
+        """Compute the tag of ``data``, which must be writable memory. Use each ``key`` for one tag only."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(data))
         done = (
             self._init(self._context, key, KEY_BYTES, None)
@@ -79,5 +79,5 @@ def _is_right() -> bool:
 try:
     _LIBRARY: tuple[Any, Any] = _load()
     AVAILABLE: bool = _is_right()
-except Exception:  # whatever a Python without that library says
+except Exception:  # a Python without that library may raise anything
     AVAILABLE = False

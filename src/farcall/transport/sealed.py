@@ -1,19 +1,19 @@
-"""A transport whose bytes are proved: nobody between the two ends can change, drop, repeat, reorder or add any.
+"""An authenticated transport: nobody between the two ends can change, drop, repeat, reorder or add bytes unnoticed.
 
-Wraps a connection over a network, once both ends have keys from the handshake; anybody may still read it. A record is
+Wraps a connection over a network, once both ends have keys from the handshake. It does not encrypt. A record is
 
     offset  size  field
     0       4     length of the body, at most MAX_BODY_BYTES
     4       16    seal: a keyed hash of the record's number and its body
     20      ...   body
 
-Both directions have keys of their own, and number their records from 0. A record whose seal does not fit ends the
-connection with ``TransportForged`` before anybody sees a byte of it. Small bodies are sealed by BLAKE2b, which begins
-soonest (1.2 us for 200 bytes); large ones by Poly1305, with a key for each record, where both ends have it (9.7 GiB/s),
-else by HMAC-SHA-256 (1.5 GiB/s; BLAKE2b: 0.6). All of them let other threads run meanwhile.
+Each direction has its own key, and numbers its records from 0. A record with a wrong seal ends the connection with
+``TransportForged`` before any of its bytes is delivered. Small bodies are sealed with BLAKE2b, which has the lowest
+setup cost (1.2 us for 200 bytes); large ones with Poly1305 and a key per record, if both ends have it (9.7 GiB/s), else
+with HMAC-SHA-256 (1.5 GiB/s; BLAKE2b: 0.6). All of them release the GIL.
 
 Bodies are copied before they are sealed: a tensor that another thread changes while it is sent arrives torn, as over
-any connection, but must not break it.
+any connection, but must not invalidate the seal and so break the connection.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from farcall.transport.poly1305 import KEY_BYTES, Poly1305
 
 MAX_BODY_BYTES: Final = 512 * 1024
 _USUAL_BODY_BYTES: Final = 128 * 1024
-"""A record costs about 9 us besides its bytes, so larger ones are made while the kernel takes them at once."""
+"""A record costs about 9 us besides its bytes, so records grow while the kernel takes each of them at once."""
 _LARGE_BYTES: Final = 4 * 1024
 _SEAL_BYTES: Final = 16
 _HEAD: Final = Struct("<I16s")
@@ -38,12 +38,12 @@ _NUMBER: Final = Struct("<Q")
 
 
 class _Sealer:
-    """The seals of one direction, in the order of its records."""
+    """Makes the seals of one direction, in the order of its records. Mutable: the number of the next record."""
 
     __slots__ = ("_key_of_keys", "_large", "_number", "_quick", "_small_key")
 
     def __init__(self, key: bytes, quick: bool) -> None:
-        # One key for each purpose: what is known of one says nothing about the others.
+        # One derived key per purpose: knowledge of one reveals nothing about the others.
         self._small_key = hmac.digest(key, b"small records", "sha256")
         self._large = hmac.new(hmac.digest(key, b"large records", "sha256"), digestmod="sha256")
         self._key_of_keys = hmac.digest(key, b"keys of large records", "sha256")
@@ -51,7 +51,7 @@ class _Sealer:
         self._number = 0
 
     def seal(self, body: bytes | memoryview) -> bytes:
-        """The seal of the next record. Its length needs no mention: it is that of the body that was hashed."""
+        """Seal the next record. The length in its head needs no seal: it is that of the body that is hashed."""
         number = _NUMBER.pack(self._number)
         self._number += 1
         if len(body) < _LARGE_BYTES:
@@ -66,15 +66,15 @@ class _Sealer:
 
 
 _rooms: list[memoryview] = []
-"""Memory for records that are being made, of no connection now: fresh memory of this size costs more than the copy."""
+"""A pool of record buffers, shared by all connections: fresh memory of this size costs more than the copy."""
 _MOST_ROOMS: Final = 8
 
 
 class SealedTransport(Layer):
     """One end of a sealed connection.
 
-    Mutable: the record that is partly sent, and received bytes: of records that are incomplete, and of one that was
-    checked and not given out yet.
+    Mutable: the partly sent record, and the received bytes: those of incomplete records, and those of a verified
+    record that are not delivered yet.
     """
 
     __slots__ = (
@@ -94,7 +94,7 @@ class SealedTransport(Layer):
     def __init__(
         self, inner: Transport, *, send_key: bytes, receive_key: bytes, quick: bool = False, first_bytes: bytes = b""
     ) -> None:
-        """``quick``: both ends have Poly1305. ``first_bytes`` came behind the handshake."""
+        """``quick``: both ends have Poly1305. ``first_bytes`` arrived right after the handshake."""
         super().__init__(inner)
         self._sending = _Sealer(send_key, quick)
         self._receiving = _Sealer(receive_key, quick)
@@ -128,7 +128,7 @@ class SealedTransport(Layer):
         return taken
 
     def _make_record(self, buffers: Sequence[Buffer]) -> bool:
-        """Seal some of ``buffers``. False: there was nothing in them."""
+        """Seal a prefix of ``buffers`` as one record. False: they were empty."""
         try:
             room = _rooms.pop()
         except IndexError:
@@ -165,7 +165,7 @@ class SealedTransport(Layer):
 
     def receive_into(self, view: memoryview) -> int | None:
         if self._start == self._end and self._body is None:
-            # Most often: nothing is here, and one small record comes.
+            # The usual case: nothing is staged, and one small record arrives.
             self._start = self._end = 0
             self.buffered = False
             came = self._inner.receive_into(self._view)
@@ -199,10 +199,10 @@ class SealedTransport(Layer):
         return have >= _HEAD.size and have >= _HEAD.size + _HEAD.unpack_from(self._staging, self._start)[0]
 
     def _receive(self) -> int | None:
-        """Read once, behind what is there; how many bytes came, as `receive_into` says it."""
+        """Read once, behind the staged bytes; return the result of `receive_into`."""
         have = self._end - self._start
         if self._start:
-            # Nobody looks at the body of an earlier record any more.
+            # Safe to move: earlier bodies have been copied out completely.
             self._view[:have] = bytes(self._view[self._start : self._end])
             self._start, self._end = 0, have
         needed = _HEAD.size
@@ -219,7 +219,7 @@ class SealedTransport(Layer):
         return count
 
     def _next_record(self) -> memoryview | None:
-        """The body of the next record, checked, if all of it is here."""
+        """Return the verified body of the next record, if it has arrived completely."""
         have = self._end - self._start
         if have < _HEAD.size:
             return None

@@ -1,7 +1,7 @@
-"""What TCP and unix streams share: one connected socket as a ``Transport``.
+"""The common part of TCP and unix streams: one connected socket as a ``Transport``.
 
-The socket stays in blocking mode, and each operation says MSG_DONTWAIT: a Python socket with a timeout, or a
-non-blocking one where a waiting poll is wanted, would make a system call more. Waiting is poll's business.
+The socket stays in blocking mode, and each operation passes MSG_DONTWAIT: a Python socket with a timeout makes one more
+system call per operation. Waiting is left to poll.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import errno
 import os
 import select
 import socket
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
 from farcall.transport.descriptors import close_in_children
 from farcall.transport.interface import (
+    MAX_DESCRIPTORS_PER_SEND,
     AcceptPostponed,
     Buffer,
     DialFailed,
@@ -31,44 +34,53 @@ _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 _DONT_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
 SEND_NOW = int(_DONT_WAIT | _NO_SIGNAL)
 RECEIVE_NOW = int(_DONT_WAIT)
+RIGHTS = getattr(socket, "SCM_RIGHTS", -1)
 
-# sendmsg refuses longer lists with EMSGSIZE; the rest waits for the next call.
+# sendmsg refuses longer lists with EMSGSIZE; the rest is sent with the next call.
 _LONGEST_LIST = 1024
 if hasattr(os, "sysconf") and "SC_IOV_MAX" in os.sysconf_names:
     _LONGEST_LIST = max(16, min(1024, os.sysconf("SC_IOV_MAX")))
 
-# accept() reports these for connections that died in the queue.
+# accept() reports these for connections that died in the backlog.
 _PASSING_ACCEPT_ERRORS = frozenset({errno.ECONNABORTED, errno.EPROTO, errno.EPERM})
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-
-
 _NO_WAY = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN})
 
 
 class SocketTransport(Transport):
-    """A connected stream socket."""
+    """A connected stream socket. Mutable: only whether this side has closed it."""
 
-    __slots__ = ("_closed", "_readable", "_socket", "_writable")
+    __slots__ = ("_closed", "_readable", "_socket", "_writable", "look")
 
     def __init__(self, stream: socket.socket) -> None:
         self._closed = False
         self._socket = stream
         self._readable = select.poll()
         self._readable.register(stream, select.POLLIN)
+        # After `close` this finds the descriptor readable, or invalid. It cannot find that of another connection, which
+        # may have the same number: whoever closes a transport keeps its reader away first (`Incoming.close`).
+        self.look: Callable[[], object] = partial(self._readable.poll, 0)
         self._writable = select.poll()
         self._writable.register(stream, select.POLLOUT)
         stream.settimeout(None)
         close_in_children(self)
 
     def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:
+        rights: tuple[tuple[int, int, array[int]], ...] = ()
         if descriptors:
-            raise ValueError(f"a {self.kind} transport cannot carry descriptors")
+            if not self.carries_descriptors:
+                raise ValueError(f"a {self.kind} transport cannot carry descriptors")
+            if len(descriptors) > MAX_DESCRIPTORS_PER_SEND:
+                raise ValueError(f"one send carries at most {MAX_DESCRIPTORS_PER_SEND} descriptors")
+            if not any(len(buffer) for buffer in buffers):
+                raise ValueError("descriptors travel with a byte; there is none to send")
+            rights = ((socket.SOL_SOCKET, RIGHTS, array("i", descriptors)),)
         try:
-            if len(buffers) == 1:
+            if len(buffers) == 1 and not rights:
                 return self._socket.send(buffers[0], SEND_NOW)
             if len(buffers) > _LONGEST_LIST:
                 buffers = buffers[:_LONGEST_LIST]
-            return self._socket.sendmsg(buffers, (), SEND_NOW)
+            return self._socket.sendmsg(buffers, rights, SEND_NOW)
         except BlockingIOError:
             return 0
         except OSError as error:
@@ -100,7 +112,7 @@ class SocketTransport(Transport):
             raise TransportClosed(f"cannot send: this side closed the {self.kind} connection")
         try:
             return bool(self._writable.poll(timeout_s * 1000.0))
-        except RuntimeError:  # another thread waits with it: a poll object serves one at a time
+        except RuntimeError:  # another thread waits with this poll object, which serves one thread at a time
             poller = select.poll()
         try:
             poller.register(self._socket, select.POLLOUT)
@@ -125,8 +137,7 @@ class SocketTransport(Transport):
 
     def close(self) -> None:
         self._closed = True
-        # Without this a thread blocked in recv would sleep on: closing a descriptor does not wake it on
-        # Linux.
+        # On Linux, close() does not wake up a thread that waits for the descriptor; shutdown() does.
         self._shut(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -143,17 +154,17 @@ class SocketTransport(Transport):
 
     @staticmethod
     def _name(address: object) -> str:
-        """How one end is called in ``describe``."""
+        """The name of one end in ``describe``."""
         return str(address)
 
     def _shut(self, how: int) -> None:
         try:
             self._socket.shutdown(how)
         except OSError:
-            pass  # the peer was faster, or it is closed already
+            pass  # the peer was faster, or the socket is closed already
 
     def _ended(self) -> int:
-        """What zero bytes mean: the peer's end, unless this side ended the stream itself."""
+        """Return 0 for a stream that the peer ended; raise if this side did."""
         if self._closed:
             raise TransportClosed(f"this side closed the {self.kind} connection")
         return 0
@@ -194,7 +205,7 @@ class SocketListener(Listener):
         try:
             return self.transport_class(stream)
         except OSError:
-            # The connection died before its options could be set, as others die in the queue.
+            # The connection died before its options could be set, like those that die in the backlog.
             stream.close()
             return None
 
@@ -206,7 +217,7 @@ class SocketListener(Listener):
         self._socket.close()
 
     def close_after_fork(self) -> None:
-        """In a forked child: names and files belong to the parent."""
+        """In a forked child: close the socket only; its name and file belong to the parent."""
         self._closed = True
         self._socket.close()
 
@@ -219,7 +230,7 @@ def connect(stream: socket.socket, target: object, timeout_s: float, address: st
     except OSError as error:
         stream.close()
         why = f"no answer within {timeout_s:.3g} s" if isinstance(error, TimeoutError) else error
-        # A unix name that is gone with its socket's process is either refused or, if it was a file, not there.
+        # A unix name whose process is gone either refuses connections or, if its file was removed, does not exist.
         kind: type[DialFailed] = DialFailed
         if isinstance(error, ConnectionRefusedError | FileNotFoundError):
             kind = DialRefused

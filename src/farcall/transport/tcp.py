@@ -1,17 +1,18 @@
-"""TCP: between hosts, and within one host where unix sockets cannot reach.
+"""TCP: between hosts, and within one host if unix sockets are not available.
 
 Addresses: ``tcp://host:port``, ``tcp://[v6]:port``; to listen also ``tcp://*:port`` (every interface, IPv4
 and IPv6 through one socket where the system can) and port 0 (any free one). Small frames leave at once (no
 Nagle), and a vanished host is noticed, by keepalive or by ``silent_s``. Knows nothing of frames.
 
-Whether the other host is there, its kernel tells, in what it acknowledges (``TCP_INFO``): it does that for a process
-that is busy or stopped, too. ``TCP_USER_TIMEOUT`` would not do: it also ends connections whose other end
-acknowledges all, but has no room, as a busy process has none.
+The other host is alive as long as its kernel acknowledges bytes (``TCP_INFO``), which it does even for a busy or
+stopped process. ``TCP_USER_TIMEOUT`` was rejected: it also ends connections to a busy process whose kernel acknowledges
+everything but has no room for more.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import socket
 import struct
@@ -28,19 +29,18 @@ _BACKLOG = 1024
 _NOT_SENT: int | None = getattr(socket, "TCP_NOTSENT_LOWAT", 25 if sys.platform == "linux" else None)
 _MOST_NOT_SENT_BYTES = 128 * 1024
 _LOOK_UP_S = 1.0
+_ANSWER_KEPT_S = 10.0  # for an answer that came after all callers had given up
 
-# An idle peer whose host vanished is noticed after 30 + 3 * 10 s; the probes of the membership protocol are quicker,
-# this is the net below them.
+# A fallback for the membership protocol, whose probes are quicker: a vanished host is noticed after 30 + 3 * 10 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
-
-# Of struct tcp_info, in linux/tcp.h: tcpi_probes, tcpi_unacked, tcpi_last_ack_recv.
+# Three fields of struct tcp_info, in linux/tcp.h: tcpi_probes, tcpi_unacked, tcpi_last_ack_recv.
 _INFO = struct.Struct("=3xB20xI28xI")
 _HAS_INFO = sys.platform.startswith("linux") and hasattr(socket, "TCP_INFO")
 
 
 def parse_tcp(address: str) -> tuple[str, int]:
-    """``tcp://host:port`` as (host, port); ``*`` comes back as the empty host."""
+    """Parse ``tcp://host:port`` into (host, port); ``*`` becomes the empty host."""
     rest = address.removeprefix("tcp://")
     host, colon, port = rest.rpartition(":")
     if rest == address or not colon or not port.isdecimal() or int(port) > 65535:
@@ -55,12 +55,12 @@ def parse_tcp(address: str) -> tuple[str, int]:
 
 
 def format_tcp(host: str, port: int) -> str:
-    """The address of ``host`` and ``port``, with brackets where needed."""
+    """The address of ``host`` and ``port``, with brackets if needed."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def _plain(host: object) -> str:
-    """A numeric address as it is usually written: IPv4 even where an IPv6 socket carries it."""
+    """A numeric address as it is usually written: plain IPv4 even if an IPv6 socket carries it."""
     return str(host).removeprefix("::ffff:")
 
 
@@ -68,16 +68,22 @@ _Targets: TypeAlias = Sequence[tuple[int, tuple[str, int] | tuple[str, int, int,
 
 
 class _LookUp:
-    """A question to the resolver of the system, which may leave it unanswered for as long as it likes."""
+    """A query to the system's resolver, which has no timeout of its own. Mutable: the answer, set by its thread."""
 
     def __init__(self) -> None:
         self.done: threading.Event = threading.Event()
         self.found: _Targets = []
         self.error: OSError | None = None
+        self.answered_at: float = math.inf
+
+    @property
+    def is_stale(self) -> bool:
+        """Is the answer too old to be used?"""
+        return time.monotonic() - self.answered_at > _ANSWER_KEPT_S
 
 
 _look_ups: dict[tuple[int, str, int], _LookUp] = {}
-"""Under way, by process (a forked child has no such threads), host and port."""
+"""Look-ups in progress, and unused answers; by process (a forked child lacks these threads), host, port."""
 
 
 def _resolve(host: str, port: int, flags: int = 0) -> _Targets:
@@ -86,11 +92,14 @@ def _resolve(host: str, port: int, flags: int = 0) -> _Targets:
 
 
 def _look_up(host: str, port: int, timeout_s: float) -> _Targets:
-    """What ``host`` means, asked within ``timeout_s``; raises ``OSError``. Who asks again waits for the same answer."""
+    """Look up the addresses of ``host`` within ``timeout_s``; raise ``OSError`` on failure.
+
+    A second caller waits for the same look-up, or gets the answer that came too late for the first caller.
+    """
     try:
         return _resolve(host, port, socket.AI_NUMERICHOST)
     except OSError:
-        pass  # a name
+        pass  # a name, not a numeric address
     question, mine = (os.getpid(), host, port), _LookUp()
 
     def ask() -> None:
@@ -99,26 +108,29 @@ def _look_up(host: str, port: int, timeout_s: float) -> _Targets:
         except OSError as error:
             mine.error = error
         finally:
-            del _look_ups[question]
+            mine.answered_at = time.monotonic()
             mine.done.set()
 
+    for old in [one for one, look_up in list(_look_ups.items()) if look_up.is_stale]:
+        _look_ups.pop(old, None)
     asked = _look_ups.setdefault(question, mine)
     if asked is mine:
         try:
             threading.Thread(target=ask, name="farcall-look-up", daemon=True).start()
-        except RuntimeError as error:  # there can be no more threads
-            del _look_ups[question]
+        except RuntimeError as error:  # the process cannot start more threads
             mine.error = OSError(str(error))
             mine.done.set()
     if not asked.done.wait(min(timeout_s, threading.TIMEOUT_MAX)):
         raise TimeoutError(f"no name service answered within {timeout_s:.3g} s")
+    if _look_ups.get(question) is asked:
+        _look_ups.pop(question, None)  # another thread that waited for it may have removed it first
     if asked.error is not None:
         raise asked.error
     return asked.found
 
 
 def leads_to(address: str, host: str) -> bool:
-    """Is ``host``, a numeric address, one of those that ``address`` means from here?"""
+    """Does ``address``, resolved on this host, include the numeric address ``host``?"""
     name, port = parse_tcp(address)
     try:
         return any(_plain(target[0]) == host for _, target in _look_up(name or "localhost", port, _LOOK_UP_S))
@@ -127,7 +139,7 @@ def leads_to(address: str, host: str) -> bool:
 
 
 class TcpTransport(SocketTransport):
-    """A TCP connection."""
+    """A TCP connection. Mutable: ``_asked_at``, the start of the present silence."""
 
     __slots__ = ("_asked_at", "peer_host")
 
@@ -137,9 +149,9 @@ class TcpTransport(SocketTransport):
     def __init__(self, stream: socket.socket) -> None:
         super().__init__(stream)
         self.peer_host: str = _plain(stream.getpeername()[0])
-        self._asked_at: float | None = None  # since when something was seen to be unanswered
-        # Buffer sizes are left to the kernel, which adapts them: fixed ones were no quicker on loopback (0.25
-        # to 4 MiB tried) and would be wrong for a long way. But small messages wait behind its unsent bytes.
+        self._asked_at: float | None = None  # when bytes were first seen unacknowledged
+        # Let the kernel adapt its buffer sizes: fixed ones were no quicker on loopback (0.25 to 4 MiB tried) and would
+        # be wrong for a long path. But limit unsent bytes, since small messages wait behind them.
         if _NOT_SENT is not None:
             stream.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, _MOST_NOT_SENT_BYTES)
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -155,17 +167,17 @@ class TcpTransport(SocketTransport):
         try:
             info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
         except OSError:
-            return 0.0  # closed, or about to say why it is broken
+            return 0.0  # closed, or broken: the next operation reports why
         if len(info) < _INFO.size:
             return 0.0
         window_probes, unacknowledged, since_answer_ms = _INFO.unpack(info)
         now = time.monotonic()
-        # Of probes of a full window, one may be on its way; two in a row have not been answered.
+        # One probe of a full window may still be in transit; two in a row are unanswered.
         if not unacknowledged and window_probes < 2:
             self._asked_at = None
             return 0.0
         if self._asked_at is None or self._asked_at < now - since_answer_ms / 1000.0:
-            self._asked_at = now  # what is unanswered may just have been sent
+            self._asked_at = now  # an answer came since; the unacknowledged bytes may have been sent just now
         return now - self._asked_at
 
     @staticmethod
@@ -193,7 +205,7 @@ class TcpListener(SocketListener):
 
     @property
     def port(self) -> int:
-        """The port really bound."""
+        """The bound port."""
         return parse_tcp(self.address)[1]
 
 
@@ -204,7 +216,7 @@ def _bind(host: str, port: int) -> socket.socket:
         try:
             return _listening(family, ("", port), dual=dual)
         except OSError as error:
-            # IPv6 compiled in but switched off: every IPv4 interface is what is left of "every interface".
+            # IPv6 is compiled in but disabled: "every interface" then means every IPv4 interface.
             if not dual or error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise
             return _listening(socket.AF_INET, ("", port), dual=False)
@@ -233,38 +245,32 @@ def _listening(family: int, target: object, dual: bool) -> socket.socket:
 
 
 def dial_tcp(address: str, timeout_s: float) -> TcpTransport:
-    """Connect to ``address``, trying each of its IP addresses in turn until ``timeout_s`` is over."""
+    """Connect to ``address``: try each of its IP addresses in turn, within ``timeout_s`` in all."""
     host, port = parse_tcp(address)
     deadline = time.monotonic() + timeout_s
     try:
         found = _look_up(host or "localhost", port, timeout_s)
     except OSError as error:
         raise DialFailed(f"cannot resolve {host!r} of {address}: {error}") from error
-    failures: list[str] = []
-    refused = unanswered = 0
+    errors: list[OSError] = []
     for position, (family, target) in enumerate(found):
-        # What is left is shared among the addresses still to try: one black hole must not eat it all.
+        # The remaining addresses share the remaining time: one black hole must not use it up.
         left_s = (deadline - time.monotonic()) / (len(found) - position)
+        stream = None
         try:
             stream = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as error:
-            failures.append(str(error))
-            continue
-        try:
             connect(stream, target, left_s, f"{target[0]}")
             if stream.getsockname() == stream.getpeername():
-                # Nobody listens, and the kernel picked the very port dialled as our own: TCP lets a socket
-                # meet itself.
+                # Nobody listens, and the kernel chose the dialled port as our own: TCP lets a socket connect to itself.
                 raise DialRefused(f"cannot connect to {target[0]}: nobody listens on port {port}")
             return TcpTransport(stream)
         except OSError as error:
-            stream.close()
-            failures.append(str(error))
-            refused += isinstance(error, DialRefused)
-            unanswered += isinstance(error, DialUnanswered)
+            if stream is not None:
+                stream.close()
+            errors.append(error)
     kind: type[DialFailed] = DialFailed
-    if refused == len(found):
+    if all(isinstance(error, DialRefused) for error in errors):
         kind = DialRefused
-    elif unanswered and refused + unanswered == len(found):
+    elif all(isinstance(error, DialRefused | DialUnanswered) for error in errors):
         kind = DialUnanswered
-    raise kind(f"cannot connect to {address}: {'; '.join(failures)}")
+    raise kind(f"cannot connect to {address}: {'; '.join(map(str, errors))}")

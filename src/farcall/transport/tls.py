@@ -1,17 +1,18 @@
-"""TLS over a connection: others can neither read it nor write to it, and both ends have shown a certificate.
+"""TLS over a transport: third parties can neither read nor write, and both ends authenticate each other.
 
-TLS 1.3 by Python's ``ssl``, over buffers in memory: bytes in, bytes out, so that it lies over any transport and never
-waits. (A wrapped socket took 16.7 us of processor time for a small message, buffers 13.2, a plain one 6.7; large ones
-cost the same.) Both ends prove themselves by a certificate of the same authority; or, without certificates, by a key
-from the cluster's secret. Farcall's own handshake goes inside, with the digests of both certificates in its proof
-(``binding``).
+TLS 1.3 by Python's ``ssl``, over buffers in memory: bytes in, bytes out, so that it works over any transport and never
+waits. (A wrapped socket took 16.7 us of processor time for a small message, buffers 13.2, a plain socket 6.7; large
+messages cost the same.) Both ends show a certificate of the same authority or, without certificates, prove a key
+derived from the cluster's secret. Farcall's own handshake runs inside, with the digests of both certificates in its
+proof (``binding``).
 
     state      event                                 becomes
     shaking    the handshake's last bytes are here   ready: bytes of the two ends go through
-    shaking    a certificate that does not do        over: ``TlsFailed``
+    shaking    a certificate is refused              over: ``TlsFailed``
     any        a record that was changed             over: ``TransportForged``
 
-One thread may send while another receives; the library bears one at a time, hence the lock. Nobody waits inside it.
+One thread may send while another receives, but the library allows one at a time, hence the lock. No thread waits while
+it holds the lock.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ logger: logging.Logger = logging.getLogger("farcall")
 
 MAX_BODY_BYTES: Final = 128 * 1024
 _JOINED_BYTES: Final = 16 * 1024
-"""What one record holds: smaller buffers are joined."""
+"""The size of a full record: smaller buffers are joined."""
 
 
 class TlsFailed(TransportBroken):
-    """The two ends could not agree, or one has not proved itself; the message says why."""
+    """The two ends could not agree, or one could not authenticate itself; the message says why."""
 
 
 class TlsTransport(Layer):
-    """One end of a TLS connection. Mutable: its state, and whether decrypted bytes wait to be given out."""
+    """One end of a TLS connection. Mutable: its state, and whether decrypted bytes wait for delivery."""
 
     __slots__ = (
         "_binds_names",
@@ -57,16 +58,19 @@ class TlsTransport(Layer):
         "buffered",
     )
 
-    def __init__(self, inner: Transport, context: ssl.SSLContext, host: str | None, side: _Side) -> None:
-        """``host``: the one we dialled; None: we were dialled, or any host may answer."""
+    def __init__(
+        self, inner: Transport, contexts: _Contexts, *, is_listener: bool, host: str | None, binds_names: bool
+    ) -> None:
+        """``host``: the host that we dialled and must verify; None if we were dialled, or any host may answer."""
         super().__init__(inner)
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
+        context = contexts.listening if is_listener else contexts.dialling
         self._object: Any = context.wrap_bio(
-            self._incoming, self._outgoing, server_side=side.is_listener, server_hostname=host
+            self._incoming, self._outgoing, server_side=is_listener, server_hostname=host
         )
-        self._digest = side.digest
-        self._binds_names = side.binds_names
+        self._digest = contexts.digest
+        self._binds_names = binds_names
         self._ready = False
         self._staging = memoryview(bytearray(16 * 1024))
         self._lock = threading.Lock()
@@ -76,13 +80,13 @@ class TlsTransport(Layer):
 
     @property
     def binding(self) -> bytes:  # type: ignore[override]
-        """What both ends saw of each other, the dialer's first: it goes into the proof of farcall's handshake."""
+        """The digests of both certificates, the dialer's first: part of the proof in farcall's handshake."""
         theirs = hashlib.sha256(self._object.getpeercert(binary_form=True) or b"").digest()
         return theirs + self._digest if self._object.server_side else self._digest + theirs
 
     @property
     def peer_names(self) -> frozenset[str] | None:  # type: ignore[override]
-        """The names in the other end's certificate, where workers must have theirs in it."""
+        """The names in the peer's certificate, if the options bind worker names to certificates; else None."""
         if not self._binds_names:
             return None
         shown: Any = self._object.getpeercert() or {}
@@ -103,7 +107,7 @@ class TlsTransport(Layer):
             return self._push()
 
     def _make_records(self, buffers: Sequence[Buffer]) -> bool:
-        """Encrypt some of ``buffers``. False: there was nothing in them."""
+        """Encrypt a prefix of ``buffers``. False: they were empty."""
         total = 0
         small: list[Buffer] = []
         for buffer in buffers:
@@ -128,7 +132,7 @@ class TlsTransport(Layer):
         try:
             while len(data):
                 data = memoryview(data)[self._object.write(data) :]
-        except ssl.SSLError as error:  # once reading has failed, nothing can be written either
+        except ssl.SSLError as error:  # after a failed read, OpenSSL refuses to write as well
             raise self._failed(error) from error
 
     def receive_into(self, view: memoryview) -> int | None:
@@ -150,14 +154,14 @@ class TlsTransport(Layer):
                     return filled
                 except ssl.SSLError as error:
                     if filled:
-                        self.buffered = True  # what was here before is given out first
+                        self.buffered = True  # deliver the bytes before the error first
                         return filled
                     raise self._failed(error) from error
             self.buffered = bool(self._object.pending() or self._incoming.pending)
             return filled
 
     def _fetch(self, wanted: int) -> int | None:
-        """Receive once; how many bytes came, as `receive_into` says it."""
+        """Receive once from the inner transport; return the result of its `receive_into`."""
         if wanted > len(self._staging) < MAX_BODY_BYTES:
             self._staging = memoryview(bytearray(MAX_BODY_BYTES))
         count = self._inner.receive_into(self._staging)
@@ -172,7 +176,7 @@ class TlsTransport(Layer):
     # ------------------------------------------------------------------ the handshake
 
     def _shake(self) -> bool:
-        """Under the lock: go on with the handshake as far as bytes are here. True: it is over."""
+        """Under the lock: advance the handshake as far as the received bytes allow. True: it is complete."""
         while True:
             if not self._unsent and self._outgoing.pending:
                 self._unsent = memoryview(self._outgoing.read())
@@ -197,7 +201,7 @@ class TlsTransport(Layer):
                 failure = self._failed(error)
                 if self._outgoing.pending:
                     try:
-                        self._inner.send((self._outgoing.read(),))  # the alert that tells the other end
+                        self._inner.send((self._outgoing.read(),))  # the alert, which tells the peer why
                     except TransportError:
                         pass
                 raise failure from error
@@ -225,19 +229,8 @@ class TlsTransport(Layer):
         return f"{self._inner.describe()}, TLS"
 
 
-class _Side:
-    """What one end knows before it sees the other."""
-
-    __slots__ = ("binds_names", "digest", "is_listener")
-
-    def __init__(self, is_listener: bool, digest: bytes, binds_names: bool) -> None:
-        self.is_listener: bool = is_listener
-        self.digest: bytes = digest
-        self.binds_names: bool = binds_names
-
-
 class _Contexts(NamedTuple):
-    """To be dialled with, to dial with, to serve pages to anybody with; and the digest of our certificate."""
+    """The contexts for accepting, for dialling and for serving web pages to anybody; the digest of our certificate."""
 
     listening: ssl.SSLContext
     dialling: ssl.SSLContext
@@ -246,12 +239,12 @@ class _Contexts(NamedTuple):
 
 
 class Tls:
-    """The certificates of one node, read again when their files change; or a key, where there are none."""
+    """The certificates of one node, reloaded when their files change; or a key, if there are none."""
 
     def __init__(self, options: TlsOptions, keys: Callable[[], Sequence[bytes]]) -> None:
-        """Raises ``ValueError`` where the files are not what they should be.
+        """Raise ``ValueError`` if the files cannot be used.
 
-        ``keys``: those that are good now, from the cluster's secret; the first is the one to prove.
+        ``keys``: returns the currently valid keys, derived from the cluster's secret; the first is the one to prove.
         """
         self._options = options
         self._keys = keys
@@ -260,34 +253,35 @@ class Tls:
         self._contexts = self._load()
 
     def dialled(self, transport: Transport, host: str) -> Transport:
-        """TLS over a connection that we made to ``host``."""
-        found = self._current()
-        name = host if self._options.check_hosts and not self._options.from_secret else None
-        return TlsTransport(transport, found.dialling, name, _Side(False, found.digest, self._options.bind_names))
+        """Put TLS over a connection that we made to ``host``."""
+        options = self._options
+        name = host if options.check_hosts and not options.from_secret else None
+        return TlsTransport(transport, self._current(), is_listener=False, host=name, binds_names=options.bind_names)
 
     def accepted(self, transport: Transport) -> Transport:
-        """TLS over a connection that was made to us."""
-        found = self._current()
-        return TlsTransport(transport, found.listening, None, _Side(True, found.digest, self._options.bind_names))
+        """Put TLS over a connection that we accepted."""
+        return TlsTransport(
+            transport, self._current(), is_listener=True, host=None, binds_names=self._options.bind_names
+        )
 
     def serves_web(self) -> bool:
         """Is there a certificate to show to browsers?"""
         return not self._options.from_secret
 
     def web(self, stream: socket.socket, *, for_members: bool) -> socket.socket:
-        """TLS over a connection to a web server, which shakes hands when it is first read.
+        """Put TLS over a web server's connection; the handshake runs with the first read.
 
-        ``for_members``: only clients with a certificate of this cluster get through.
+        ``for_members``: accept only clients with a certificate of this cluster.
         """
-        found = self._current()
-        context = found.listening if for_members else found.public
+        contexts = self._current()
+        context = contexts.listening if for_members else contexts.public
         return context.wrap_socket(stream, server_side=True, do_handshake_on_connect=False)
 
     def _current(self) -> _Contexts:
         with self._lock:
             seen = fingerprint(self._options.files)
             if seen != self._seen:
-                self._seen = seen  # also where they do not do: strangers must not have them read again and again
+                self._seen = seen  # of unusable files, too: each connection of a stranger would reload them
                 try:
                     self._contexts = self._load()
                     logger.info("TLS: read %s again", self._options.certificate)
@@ -300,7 +294,7 @@ class Tls:
         dialling = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         for context in (listening, public, dialling):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
-        listening.num_tickets = 0  # nobody resumes TLS sessions here, and nothing but our bytes is to come later
+        listening.num_tickets = 0  # TLS sessions are never resumed, and only our own bytes may follow the handshake
         dialling.check_hostname = self._options.check_hosts and not self._options.from_secret
         if self._options.from_secret:
             return self._with_key(_Contexts(listening, dialling, public, hashlib.sha256(b"").digest()))
@@ -332,7 +326,7 @@ class Tls:
             raise ValueError("TLS from the secret alone needs Python 3.13: give certificates (`farcall certificates`)")
         keys = self._keys
         for context in (listening, dialling):
-            context.verify_mode = ssl.CERT_NONE  # a peer without the key gets no further
+            context.verify_mode = ssl.CERT_NONE  # without the key, a peer cannot complete the handshake
         serve(lambda identity: next((key for key in keys() if _name_of(key) == identity), b""))
         dial(lambda hint: (_name_of(keys()[0]), keys()[0]))
         return contexts
@@ -340,10 +334,10 @@ class Tls:
 
 @lru_cache(maxsize=16)
 def tls_of(options: TlsOptions | None, key: bytes) -> Tls | None:
-    """The certificates that ``options`` name; the same object for the same options: reading them takes a while."""
+    """The `Tls` of ``options``; cached, since loading certificates takes a while."""
     return None if options is None else Tls(options, lambda: (key,))
 
 
 def _name_of(key: bytes) -> str:
-    """What a key is called where two may be good. Says no more of it than the proof that goes with it."""
+    """The name of a key, as two may be valid at a time. It reveals no more of the key than the proof beside it."""
     return f"farcall {hashlib.sha256(b'name of a key' + key).hexdigest()[:16]}"

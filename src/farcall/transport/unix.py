@@ -1,13 +1,13 @@
 """Unix stream sockets: within one host, quicker than TCP, and able to carry descriptors.
 
 Addresses: ``unix:/path`` and ``unix:@name`` (Linux's abstract namespace). ``unix:`` alone asks a listener for a fresh
-name in a directory that only its user may enter: a peer that connects can pass descriptors, and closing some of those
-takes as long as their sender wishes (SO_LINGER), so no other user may. An abstract name has no permissions; there the
-kernel names the user who connects (SO_PEERCRED), and all but this one and root are shown out unheard.
+name in a directory that only its user may enter: a peer can pass descriptors, and closing one of those may take as long
+as its sender wishes (SO_LINGER), so other users must not connect. An abstract name has no permissions; there the
+kernel reports the connecting user (SO_PEERCRED), and only this user and root are admitted.
 
-Receiving always looks for descriptors: a plain ``recv`` would throw away, unseen, those that came with its
-bytes. That costs 0.3 us per call; a second socket or a flag in the stream would cost more in descriptors or
-in care. Before the peer is proven nothing but bytes is received (``receive_bytes_into``).
+``receive_into`` always looks for descriptors, since a plain ``recv`` would drop those that came with its bytes. That
+costs 0.3 us per call; a second socket would cost descriptors, and a flag in the stream would be error-prone. Before the
+peer is authenticated, only bytes are received (``receive_bytes_into``).
 """
 
 from __future__ import annotations
@@ -19,22 +19,20 @@ import shutil
 import socket
 import struct
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from farcall.private_files import private_directory, runtime_directory
+from farcall.private_files import pid_namespace, private_directory, runtime_directory
 from farcall.transport.interface import (
     MAX_DESCRIPTORS_PER_SEND,
     MAX_DESCRIPTORS_UNTAKEN,
-    Buffer,
     DialFailed,
     DialRefused,
     ListenFailed,
     Transport,
     TransportBroken,
 )
-from farcall.transport.stream_socket import RECEIVE_NOW, SEND_NOW, SocketListener, SocketTransport, connect
+from farcall.transport.stream_socket import RECEIVE_NOW, RIGHTS, SocketListener, SocketTransport, connect
 
 _BACKLOG = 1024
 _SEND_BUFFER_BYTES = 1 << 19
@@ -44,7 +42,6 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _PEER_CREDENTIALS: int | None = getattr(socket, "SO_PEERCRED", None)
 
 _DESCRIPTOR_BYTES = array.array("i").itemsize
-_RIGHTS = getattr(socket, "SCM_RIGHTS", -1)
 _ANCILLARY_BYTES = (
     socket.CMSG_SPACE(MAX_DESCRIPTORS_PER_SEND * _DESCRIPTOR_BYTES) if hasattr(socket, "CMSG_SPACE") else 0
 )
@@ -55,12 +52,12 @@ _RECEIVE_NOW = RECEIVE_NOW | _CLOSE_ON_EXEC
 
 
 def unix_sockets_work() -> bool:
-    """Whether this system has unix sockets that carry descriptors."""
+    """Does this system have unix sockets that carry descriptors?"""
     return hasattr(socket, "AF_UNIX") and hasattr(socket, "CMSG_SPACE") and hasattr(socket.socket, "recvmsg_into")
 
 
 def _socket_name(address: str) -> str:
-    """What ``bind`` and ``connect`` take for ``address``."""
+    """The name of ``address`` for ``bind`` and ``connect``."""
     rest = address.removeprefix("unix:")
     if rest == address or not rest or rest == "@" or "\0" in rest:
         raise ValueError(f"{address!r} is not a unix address: write unix:@name or unix:/path")
@@ -70,38 +67,24 @@ def _socket_name(address: str) -> str:
 
 
 class UnixTransport(SocketTransport):
-    """A unix stream connection."""
+    """A unix stream connection. Mutable: the received descriptors that nobody has taken yet."""
 
-    __slots__ = ("_untaken", "peer_process")
+    __slots__ = ("_untaken", "is_of_this_user", "peer_process")
 
     kind = "unix"
     carries_descriptors = True
 
     def __init__(self, stream: socket.socket) -> None:
         super().__init__(stream)
-        # Small messages wait behind the bytes in there: little, but enough to keep both ends busy.
+        # Small messages wait behind the bytes in this buffer: keep it small, but large enough to keep both ends busy.
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._untaken: list[int] = []
-        self.peer_process: int = 0
-        if _PEER_CREDENTIALS is not None:  # of another pid namespace it is 0, too
-            self.peer_process = _CREDENTIALS.unpack(
-                stream.getsockopt(socket.SOL_SOCKET, _PEER_CREDENTIALS, _CREDENTIALS.size)
-            )[0]
-
-    def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:
-        if not descriptors:
-            return super().send(buffers)
-        if len(descriptors) > MAX_DESCRIPTORS_PER_SEND:
-            raise ValueError(f"one send carries at most {MAX_DESCRIPTORS_PER_SEND} descriptors")
-        if not any(len(buffer) for buffer in buffers):
-            raise ValueError("descriptors travel with a byte; there is none to send")
-        rights = (socket.SOL_SOCKET, _RIGHTS, array.array("i", descriptors))
-        try:
-            return self._socket.sendmsg(buffers, (rights,), SEND_NOW)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            raise self._translated(error, "send") from error
+        self.peer_process: int = 0  # stays 0 for a peer in another pid namespace
+        self.is_of_this_user: bool = True  # this user or root; also if the system does not tell
+        if _PEER_CREDENTIALS is not None:
+            found = stream.getsockopt(socket.SOL_SOCKET, _PEER_CREDENTIALS, _CREDENTIALS.size)
+            self.peer_process, user, _ = _CREDENTIALS.unpack(found)
+            self.is_of_this_user = user in (os.geteuid(), 0)
 
     def receive_into(self, view: memoryview) -> int | None:
         try:
@@ -114,21 +97,13 @@ class UnixTransport(SocketTransport):
             self._keep(ancillary, result_flags)
         return size or self._ended()
 
-    @property
-    def user(self) -> int | None:
-        """The number of the user at the other end; None where the system does not tell."""
-        if _PEER_CREDENTIALS is None:
-            return None
-        found = self._socket.getsockopt(socket.SOL_SOCKET, _PEER_CREDENTIALS, _CREDENTIALS.size)
-        return int(_CREDENTIALS.unpack(found)[1])
-
     def receive_bytes_into(self, view: memoryview) -> int | None:
         return super().receive_into(view)
 
     def _keep(self, ancillary: list[tuple[int, int, bytes]], result_flags: int) -> None:
-        """Store what came; a peer that sends more than agreed is cut off, and costs no descriptor."""
+        """Store descriptors. If a peer sends more than agreed, close them all and break the connection."""
         for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == _RIGHTS:
+            if level == socket.SOL_SOCKET and kind == RIGHTS:
                 descriptors = array.array("i")
                 descriptors.frombytes(data[: len(data) - len(data) % _DESCRIPTOR_BYTES])
                 self._untaken.extend(descriptors)
@@ -150,14 +125,14 @@ class UnixTransport(SocketTransport):
 
     @staticmethod
     def _name(address: object) -> str:
-        # The peer's end chose its name, and it goes into logs: no line breaks, no escape sequences.
+        # The peer chose its name, and it goes into logs: no line breaks, no escape sequences.
         if isinstance(address, bytes):
             return "@" + ascii(address[1:])[2:-1]
         return ascii(address)[1:-1] or "(unnamed)"
 
 
 class UnixListener(SocketListener):
-    """A listening unix socket. A file it made is removed with it, and so is a directory it made."""
+    """A listening unix socket. ``close`` removes the file and the directory that it made."""
 
     __slots__ = ("_directory", "_path")
 
@@ -185,15 +160,15 @@ class UnixListener(SocketListener):
 
     def accept(self) -> Transport | None:
         found = super().accept()
-        if isinstance(found, UnixTransport) and found.user not in (None, os.geteuid(), 0):
+        if isinstance(found, UnixTransport) and not found.is_of_this_user:
             found.close()
-            return None  # the poller tells again if there are more
+            return None  # the poller reports further connections again
         return found
 
     def _fresh_address(self) -> str:
         try:
             directory = private_directory(runtime_directory())
-            path = directory / f"{_namespace()}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
+            path = directory / f"{pid_namespace()}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
             if len(os.fsencode(path)) <= _LONGEST_PATH:
                 _remove_stale(directory)
                 return f"unix:{path}"
@@ -213,36 +188,27 @@ class UnixListener(SocketListener):
             try:
                 os.unlink(path)
             except OSError:
-                pass  # somebody cleaned up before us
+                pass  # another process has removed the file already
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def _namespace() -> int:
-    """The namespace of process ids: the directory may be shared between containers."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
 
 
 _cleaned: set[Path] = set()
 
 
 def _remove_stale(directory: Path) -> None:
-    """Once for each process: remove the names of killed processes, which nobody else will."""
+    """Once per process: remove the socket files of killed processes, which nobody else removes."""
     if directory in _cleaned:
         return
     _cleaned.add(directory)
-    mine = str(_namespace())
-    for path in directory.glob(f"{mine}-*{_SUFFIX}"):
+    for path in directory.glob(f"{pid_namespace()}-*{_SUFFIX}"):
         number = path.name.split("-")[1]
         if number.isdecimal() and not os.path.exists(f"/proc/{number}") and os.path.isdir("/proc/self"):
             path.unlink(missing_ok=True)
 
 
 def dial_unix(address: str, timeout_s: float) -> UnixTransport:
-    """Connect to ``address``; there is no network to wait for, only a full backlog."""
+    """Connect to ``address``. Only a full backlog makes this wait: no network is involved."""
     if not unix_sockets_work():
         raise DialFailed("this system has no unix sockets that carry descriptors")
     name = _socket_name(address)
@@ -251,13 +217,13 @@ def dial_unix(address: str, timeout_s: float) -> UnixTransport:
         connect(stream, name, timeout_s, address)
     except DialRefused as error:
         if not name.startswith("\0") and not os.path.isdir(os.path.dirname(name)):
-            # Cleaned up, as at the end of a session: that says nothing of the listener.
+            # The directory was cleaned up, as at the end of a login session: the listener may still be alive.
             raise DialFailed(f"cannot connect to {address}: its directory is gone") from error
         raise
     except ValueError as error:
         raise DialFailed(f"cannot connect to {address}: {error}") from error
     found = UnixTransport(stream)
-    if found.user not in (None, os.geteuid(), 0):
-        found.close()  # nothing is sealed here: that user could pass a handshake on, and speak afterwards
+    if not found.is_of_this_user:
+        found.close()  # unix connections are not sealed: that user could relay a handshake and then speak for the peer
         raise DialFailed(f"cannot connect to {address}: another user listens there")
     return found

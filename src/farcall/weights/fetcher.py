@@ -1,7 +1,7 @@
-"""Versions on their way between hosts: those that come to this node, and chunks and routes for others.
+"""Versions in transit between hosts: the fetches of this node, and the chunks and routes that it serves to others.
 
-`subscriptions.py` says what is missing, `fetching.py` gets it. Others ask by the functions of `questions.py`.
-A block that a neighbour maps is never filled again, so it needs no lease.
+`subscriptions.py` names the missing contents, `fetching.py` fetches them. Other members call the functions of
+`questions.py`. A block that a neighbour has mapped is never filled again, so it needs no lease.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import monotonic
 from typing import Protocol
 
 import torch
@@ -29,32 +30,34 @@ ROUTES_KEPT = 16
 
 
 class Contents(Protocol):
-    """What this node has of published weights; `weights/node.py`."""
+    """The contents that this node has, as `weights/node.py` knows them."""
 
     def peer(self, incarnation: int) -> Peer | None:
-        """The member of that incarnation, if it is there."""
+        """The member of that incarnation, if it lives."""
 
     def read_content(self, content: Content, offset: int, size: int) -> bytearray | None:
-        """A copy of a part of a content that lies, all of it, in a block of this node's own."""
+        """A copy of a part of a content; None unless the whole content lies in a block that this node owns."""
 
     def lend_block(self, content: Content, peer: RemotePeer) -> int | None:
-        """Have ``peer``, on this host, get the block of a content, for good: its number."""
+        """Lend ``peer``, on this host, the block of a content for ever; return the block's number."""
 
     def borrowed(self, owner: int, block_id: int) -> BorrowedBlock | None:
-        """A block of another process of this host that has been offered to this one."""
+        """A block that another process of this host has offered to this one."""
 
 
 class Fetcher:
-    """The versions that are on their way to one node, and those that it routes.
+    """The fetches of one node, and the routes of the versions that it lends.
 
-    Mutable, under the lock: the fetches by name and version, and the routes of the last versions that were asked about.
+    Mutable, under the lock: the fetches by name and version, and the routes of the `ROUTES_KEPT` latest versions.
     """
 
     def __init__(self, node: Runtime, contents: Contents) -> None:
         self.node: Runtime = node
         self.contents: Contents = contents
         self.received_bytes: int = 0
-        """What has come over links, chunks that came twice included."""
+        """The bytes received over links, duplicate chunks included."""
+        self.asked_at: dict[int, float] = {}
+        """When each other member last asked for a chunk or a route."""
         self._lock = threading.Lock()
         self._fetches: dict[tuple[str, Key], Fetch] = {}
         self._routes: dict[tuple[str, Key], Routes] = {}
@@ -65,7 +68,7 @@ class Fetcher:
     def fetch(self, arriving: Arriving, on_end: Callable[[Exception | None, Borrowed], None]) -> None:
         """Begin to fill ``arriving.missing``.
 
-        ``on_end`` is called once, on a worker: with what went wrong, and the contents that were mapped and not filled.
+        A worker thread calls ``on_end`` once, with the error, and the contents that were mapped instead of filled.
         """
         fetch = Fetch(self, arriving, on_end)
         with self._lock:
@@ -73,14 +76,19 @@ class Fetcher:
         self.work(fetch.start)
 
     def stop(self, name: str, key: Key) -> None:
-        """Nobody wants that version any more: fetch no more of it."""
+        """Stop fetching a version that nobody wants any more."""
         with self._lock:
             fetch = self._fetches.pop((name, key), None)
         if fetch is not None:
             fetch.stop()
 
+    def count(self, size_bytes: int) -> None:
+        """Count received bytes. Runs on any worker thread."""
+        with self._lock:
+            self.received_bytes += size_bytes
+
     def forget(self, fetch: Fetch) -> None:
-        """It is over, and `Contents` knows what came of it."""
+        """Forget a fetch that has ended. `Contents` has its result by now."""
         key = fetch.arriving.name, fetch.arriving.key
         with self._lock:
             if self._fetches.get(key) is fetch:
@@ -88,15 +96,15 @@ class Fetcher:
 
     @property
     def missing_bytes(self) -> int:
-        """What is still to come of the versions on their way."""
+        """How many bytes of all fetches are still missing."""
         return sum(fetch.missing_bytes for fetch in self._all())
 
     def work(self, function: Callable[[], object]) -> None:
-        """Run ``function`` on a worker."""
+        """Run ``function`` on a worker thread."""
         self.node.executor.submit(FunctionTask(function, function))
 
     def wake_at(self, when: float) -> None:
-        """Look at deadlines then."""
+        """Check the deadlines at ``when``, or earlier."""
         if when < self._timer.due:
             self._timer.at(when)
 
@@ -115,6 +123,7 @@ class Fetcher:
         return nearest
 
     def _on_gone(self, peer: Peer) -> None:
+        self.asked_at.pop(peer.incarnation, None)
         with self._lock:
             for routes in self._routes.values():
                 routes.forget(peer.incarnation)
@@ -126,7 +135,8 @@ class Fetcher:
     # ------------------------------------------------------------------ for other members
 
     def route(self, name: str, key: Key, member: int, host: str, avoided: Sequence[int]) -> Route:
-        """Where ``member`` gets a version that this node lends it."""
+        """The route by which ``member`` gets a version that this node lends it."""
+        self.asked_at[member] = monotonic()
         with self._lock:
             routes = self._routes.get((name, key))
             if routes is None:
@@ -135,9 +145,11 @@ class Fetcher:
                 routes = self._routes[name, key] = Routes(self.node.me.incarnation)
             return routes.find(member, host, avoided)
 
-    def chunk(self, content: Content, offset: int, size: int) -> torch.Tensor | Later:
-        """A range of a content, by value; later, where it is still on its way."""
-        # First who fetches it: one that ends meanwhile has handed it over by then.
+    def chunk(self, content: Content, offset: int, size: int, member: int) -> torch.Tensor | Later:
+        """A range of a content, by value, for ``member``; `Later` while this node still fetches it."""
+        self.asked_at[member] = monotonic()
+        # Find the fetch before looking for the bytes. A fetch that ends between the two steps has handed its bytes to
+        # `Contents` by then; in the other order both steps could miss them.
         fetch = next((fetch for fetch in self._all() if content in fetch.arriving.missing), None)
         found = self._bytes(content, offset, size)
         if found is not None:
@@ -161,12 +173,12 @@ class Fetcher:
         return None if data is None else torch.frombuffer(data, dtype=torch.uint8)
 
     def lend(self, peer: RemotePeer, contents: Sequence[Content]) -> Later:
-        """Have ``peer``, on this host, map the blocks of these contents: their numbers, once they are all here."""
+        """Have ``peer``, on this host, map the blocks of these contents. The result, their numbers, waits for all."""
         lend = partial(self._lend_now, peer, contents)
         for fetch in self._all():
             if any(content in fetch.arriving.missing for content in contents):
                 return Later(fetch.when_over, lend)
-        return Later(lambda wake: wake(), lend)  # on a worker: it may have to wait for a link
+        return Later(lambda wake: wake(), lend)  # on a worker thread: `lend` may wait for a link
 
     def _lend_now(self, peer: RemotePeer, contents: Sequence[Content]) -> list[int]:
         numbers = []

@@ -1,9 +1,9 @@
-"""One version on its way from other hosts to this node. Drives `protocol/weights/fetching.py`.
+"""The transfer of one version from other hosts to this node. Drives `protocol/weights/fetching.py`.
 
-What becomes of a call (`questions.py`) is an event of the machine: an answer, a member that is gone, or silence. A
+The outcome of each call (`questions.py`) becomes an event of the machine: an answer, a lost member, or silence. A
 member that is not the leader of its host copies nothing: it maps the blocks of its leader.
 
-Runs on worker threads, under a lock of its own that is never held while something is sent.
+Runs on worker threads, under a lock of its own. No thread holds that lock while it sends.
 """
 
 from __future__ import annotations
@@ -45,29 +45,30 @@ if TYPE_CHECKING:
     from farcall.weights.fetcher import Fetcher
 
 ANSWER_S = 4 * STALL_S
-"""How long one question may take: a source answers when it has got the chunk itself."""
+"""How long one call may take: a source answers only when it has received the chunk itself."""
 AGAIN_S = 0.25
-"""The pause before a question is asked again that its addressee had no room for."""
+"""The pause before a call is repeated that its receiver was too busy to take."""
 
 Borrowed: TypeAlias = Mapping[Content, BorrowedBlock]
-"""Contents that were mapped, in memory of a neighbour's, and not fetched."""
+"""Contents that were not fetched, but mapped in the memory of a neighbour."""
 
 
 @dataclass(frozen=True)
 class Arriving:
-    """A version whose bytes are to be fetched into ``missing``: a block of this node for each content that it lacks."""
+    """A version to fetch. ``missing`` has a block of this node for each content that the node lacks."""
 
     name: str
     key: Key
     lender: int
-    """The incarnation of the member that sent the manifest; it has the bytes for as long as it lives."""
+    """The incarnation of the member that sent the manifest. It has the bytes as long as it lives."""
     missing: Mapping[Content, Block]
 
 
 class Fetch:
-    """One version on its way.
+    """The transfer of one version to this node.
 
-    Mutable, under the lock: the machine, and those who wait for chunks here; whether the version was given up.
+    Mutable, under the lock: the machine, the callbacks that wait for chunks, the time of the next request for a route,
+    and the two flags of the end.
     """
 
     def __init__(
@@ -82,10 +83,10 @@ class Fetch:
         self._waiting: list[tuple[Chunk | None, Callable[[], None]]] = []
         self._avoided: tuple[int, ...] = ()
         self._again_at = NEVER  # when to ask for a route again
-        self._is_over = False  # nothing more is asked for or written
-        self._is_settled = False  # and `Contents` knows what came of it, or it was given up
+        self._is_over = False  # no further request or write
+        self._is_settled = False  # and `Contents` has the result, or the fetch was stopped
 
-    # --- the machine's
+    # --- the machine
 
     def start(self) -> None:
         with self._lock:
@@ -136,7 +137,7 @@ class Fetch:
         try:
             return call_async(self._fetcher.node, peer.info, function, args, None, ANSWER_S)
         except (UnknownWorker, RpcError):
-            return None  # it is gone this moment, or this node is
+            return None  # the member, or this node, has just gone
 
     def _ask_route(self) -> None:
         arriving = self.arriving
@@ -153,10 +154,10 @@ class Fetch:
             neighbour, sources = future.value()
         except (RpcTimeout, AnswerLost, Overloaded):
             with self._lock:
-                self._again_at = monotonic() + AGAIN_S  # the lender is a member: it may answer yet
+                self._again_at = monotonic() + AGAIN_S  # the lender is still a member, and may answer later
             self._fetcher.wake_at(self._again_at)
         except Exception:
-            self._handle(Routed(()))  # it is gone
+            self._handle(Routed(()))  # the lender is gone
         else:
             if neighbour:
                 self._borrow_from(neighbour)
@@ -166,7 +167,7 @@ class Fetch:
     def _borrow_from(self, neighbour: int) -> None:
         peer = self._fetcher.contents.peer(neighbour)
         if not isinstance(peer, RemotePeer) or peer.lending is None:
-            self._handle(Routed((neighbour, self.arriving.lender)))  # no memory can be shared with it after all
+            self._handle(Routed((neighbour, self.arriving.lender)))  # this link shares no memory: fetch the bytes
             return
         future = self._call(neighbour, borrow, ([plain_content(content) for content in self._contents],))
         if future is None:
@@ -178,7 +179,7 @@ class Fetch:
         try:
             block_ids = future.value()
         except RpcTimeout:
-            # It still fetches, or it does not answer: the lender is asked who leads this host now.
+            # The neighbour is still fetching, or is unresponsive. Either way ask the lender for this host's leader.
             if self._answers(neighbour):
                 self._ask_route()
             else:
@@ -220,10 +221,10 @@ class Fetch:
         try:
             found: torch.Tensor = future.value()
         except AnswerLost:
-            self._ask(ask)  # the connection broke, and there is another one
+            self._ask(ask)  # the connection broke and was replaced
             return
         except (RpcTimeout, Overloaded):
-            return  # silence: the machine's deadline asks elsewhere
+            return  # silence: at its deadline the machine asks another source
         except Exception:
             self._handle(Refused(chunk, ask.source))
             return
@@ -232,13 +233,13 @@ class Fetch:
             return
         with self._lock:
             if self._is_over:
-                return  # the block may be somebody else's by now
+                return  # another version may use the block by now
             if not self._machine.has(chunk):
                 copy_bytes(
                     self.arriving.missing[self._contents[chunk.content]].view[chunk.offset :],
                     memoryview(found.numpy()),  # type: ignore[arg-type]
                 )
-        self._fetcher.received_bytes += chunk.size_bytes
+        self._fetcher.count(chunk.size_bytes)
         self._handle(Came(chunk, ask.source))
         self._wake(chunk)
 
@@ -250,7 +251,7 @@ class Fetch:
             return 0 if self._is_over else self._machine.missing_bytes
 
     def stop(self) -> None:
-        """Give it up: what was asked for is not written when it comes."""
+        """Give the transfer up. Chunks that still arrive are not written."""
         with self._lock:
             self._is_over = self._is_settled = True
         self._wake(None)
@@ -263,16 +264,16 @@ class Fetch:
         try:
             self._on_end(error, borrowed or {})
         finally:
-            # Until here others read from this fetch, afterwards from `Contents`: there is no moment between.
+            # `_on_end` has handed the bytes to `Contents` before this fetch stops serving them: readers see no gap.
             self._fetcher.forget(self)
             with self._lock:
                 self._is_settled = True
             self._wake(None)
 
-    # --- those who wait for chunks here
+    # --- members that wait for chunks of this fetch
 
     def read(self, content: Content, offset: int, size: int) -> bytearray | None:
-        """A copy of a chunk that is here already."""
+        """A copy of a chunk that has arrived already."""
         with self._lock:
             if self._is_settled or content not in self.arriving.missing:
                 return None
@@ -281,7 +282,7 @@ class Fetch:
             return bytearray(self.arriving.missing[content].view[offset : offset + size])
 
     def when_here(self, content: Content, offset: int, size: int, wake: Callable[[], None]) -> None:
-        """Call ``wake`` once the chunk is here, or never will be."""
+        """Call ``wake`` once the chunk has arrived, or never will."""
         chunk = Chunk(self._contents.index(content), offset, size)
         with self._lock:
             waits = not self._is_settled and not self._machine.has(chunk)
@@ -291,7 +292,7 @@ class Fetch:
             wake()
 
     def when_over(self, wake: Callable[[], None]) -> None:
-        """Call ``wake`` once all is here, or never will be."""
+        """Call ``wake`` once the fetch has ended, by success or by failure."""
         with self._lock:
             waits = not self._is_settled
             if waits:
@@ -300,7 +301,7 @@ class Fetch:
             wake()
 
     def _wake(self, chunk: Chunk | None) -> None:
-        """Wake those who wait for ``chunk``; None: all."""
+        """Wake the waiters for ``chunk``; None: all waiters."""
         with self._lock:
             woken = [wake for awaited, wake in self._waiting if chunk is None or awaited == chunk]
             self._waiting = [

@@ -1,29 +1,29 @@
-"""What a program publishes, taken apart: its tensors, its other values, and the storages that tensors lie in.
+"""A program's source taken apart: its tensors, its other values, and the storages that the tensors lie in.
 
-A storage is the unit of copying. Tensors that share memory (tied ones, views of one another) share a storage, and lie
-in it as they do in the program's memory; all others are packed. Two that lie apart in one buffer are apart here.
+A storage is the unit of copying. Tensors that overlap in memory (tied tensors, views of one another) share a storage,
+laid out as in the program's memory; all other tensors are packed. Two tensors that lie apart in one buffer get two
+storages.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from farcall.channel.host_memory import address_of
-from farcall.weights.checksums import checksum, copy_with_checksum
+from farcall.weights.checksums import WORD_BYTES, checksum, copy_with_checksum
 from farcall.weights.manifest import Path
 
 
 def name_of(path: Path) -> str:
-    """What people call the value at ``path``, as torch does: its keys, joined by dots."""
+    """The name of the value at ``path``, in torch's manner: the keys, joined by dots."""
     return ".".join(map(str, path))
 
 
 class Leaves(NamedTuple):
-    """A nested value, taken apart."""
+    """A nested value, taken apart: its leaves and its containers, by their paths."""
 
     tensors: dict[Path, torch.Tensor]
     values: dict[Path, Any]
@@ -36,7 +36,7 @@ class Leaves(NamedTuple):
 
 
 def take_apart(source: Any) -> Leaves:
-    """The leaves of a module, a state dict, or dicts and lists inside each other."""
+    """The leaves of a module, a state dict, or nested dicts and lists."""
     leaves = Leaves({}, {}, {})
     _walk(source.state_dict() if isinstance(source, torch.nn.Module) else source, (), leaves)
     if len(leaves.names) < len(leaves.tensors):
@@ -78,33 +78,52 @@ def _has_tensors(value: Any) -> bool:
 
 
 class StoragePlan(NamedTuple):
-    """One storage: the tensors in it, and how their memory becomes its bytes."""
+    """One storage: the tensors in it, and the copy that fills it."""
 
     members: dict[Path, tuple[tuple[int, ...], int]]
-    """Of each tensor its strides and its offset, in elements."""
+    """The strides and the offset of each tensor, in elements."""
     source: torch.Tensor
-    """What is copied: a tensor of one dimension if several views lie in it."""
+    """The tensor to copy; it has one dimension if several views lie in the storage."""
     dtype: torch.dtype
     size_bytes: int
 
     @property
     def is_plain(self) -> bool:
-        """Are the bytes to be copied as they are?"""
-        return self.source.device.type == "cpu" and self.source.dtype == self.dtype and _is_plain(self.source)
+        """Is a plain copy of bytes enough, without a conversion or other strides?"""
+        return self.source.dtype == self.dtype and _is_plain(self.source)
+
+    @property
+    def device(self) -> int:
+        """The index of the device that holds the program's values; -1: host memory."""
+        return self.source.get_device() if self.source.is_cuda else -1
 
     def fill(self, view: memoryview) -> int:
-        """Copy the program's values into ``view``, of the right size; return their checksum."""
+        """Copy the program's values into ``view``, which has their size; return their checksum."""
         source = self.source
-        if self.is_plain:
+        if self.is_plain and source.device.type == "cpu":
             return copy_with_checksum(address_of(view), source.data_ptr(), self.size_bytes)
-        strides = _packed_strides(source)
-        target = torch.frombuffer(view, dtype=self.dtype, count=source.numel())
-        target.as_strided(source.shape, strides).copy_(source)
+        self._copy_to(torch.frombuffer(view, dtype=self.dtype, count=source.numel()))
         return checksum(view)
+
+    def packed(self, room: torch.Tensor | None) -> torch.Tensor:
+        """The packed bytes of the storage on its device: in ``room``, or else in place, or else in a new tensor."""
+        source = self.source
+        if room is None and self.is_plain:
+            begin, end = _extent(source)
+            if begin % WORD_BYTES == 0 and source.untyped_storage().data_ptr() % WORD_BYTES == 0:
+                return _bytes_of(source, begin, end)
+        if room is None:
+            room = torch.empty(self.size_bytes, dtype=torch.uint8, device=source.device)
+        self._copy_to(room.view(self.dtype))
+        return room
+
+    def _copy_to(self, flat: torch.Tensor) -> None:
+        source = self.source
+        flat.as_strided(source.shape, _packed_strides(source)).copy_(source, non_blocking=flat.is_cuda)
 
 
 def signature_of(tensors: Mapping[Path, torch.Tensor]) -> list[tuple[object, ...]]:
-    """Where the tensors lie, and how: if that is the same as before, so are their storages."""
+    """The addresses and the layouts of tensors: an equal signature means that an earlier plan is still valid."""
     return [
         (path, one.data_ptr(), one.shape, one.stride(), one.dtype, one.is_conj(), one.is_neg())
         for path, one in tensors.items()
@@ -112,12 +131,12 @@ def signature_of(tensors: Mapping[Path, torch.Tensor]) -> list[tuple[object, ...
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Is there memory behind it? Libraries that shard models resize storages to nothing, and back."""
+    """Does ``tensor`` have memory? Libraries that shard models resize storages to nothing and back."""
     return tensor.data_ptr() != tensor.storage_offset() * tensor.itemsize or not tensor.numel()
 
 
 def plan_storages(tensors: Mapping[Path, torch.Tensor], dtype: torch.dtype | None) -> list[StoragePlan]:
-    """The storages of ``tensors``, in their order; floating-point ones are to be of ``dtype``, if one is given."""
+    """The storages of ``tensors``, in their order; ``dtype``, if given, is the dtype of floating-point storages."""
     for path, tensor in tensors.items():
         if not has_memory(tensor):
             raise ValueError(f"{name_of(path)} has no memory at the moment: gather its shards first")
@@ -133,7 +152,7 @@ def plan_storages(tensors: Mapping[Path, torch.Tensor], dtype: torch.dtype | Non
             plans.append(StoragePlan(members, first, wanted, size))
             continue
         if any(view.dtype != first.dtype for view in views):
-            # Views of one memory under several dtypes: its bytes travel as they are.
+            # Views of the same memory with several dtypes: copy the bytes, without a conversion.
             unit = max(view.dtype.itemsize for view in views)
             begin = min(_extent(view)[0] for view in views) // unit * unit
             end = max(_extent(view)[1] for view in views)
@@ -154,7 +173,7 @@ def plan_storages(tensors: Mapping[Path, torch.Tensor], dtype: torch.dtype | Non
 
 
 def _groups(tensors: Mapping[Path, torch.Tensor]) -> Iterator[list[Path]]:
-    """Tensors that overlap, together; in the order of the first of each."""
+    """The groups of overlapping tensors, ordered by the first tensor of each."""
     order = {path: index for index, path in enumerate(tensors)}
     by_storage: dict[tuple[str, int], list[Path]] = {}
     for path, tensor in tensors.items():
@@ -175,7 +194,7 @@ def _groups(tensors: Mapping[Path, torch.Tensor]) -> Iterator[list[Path]]:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor lies in: from, to."""
+    """The range of bytes of its storage that a tensor spans: from, to."""
     begin = _offset(tensor) * tensor.dtype.itemsize
     if not tensor.numel():
         return begin, begin
@@ -201,13 +220,13 @@ def _wanted(dtype: torch.dtype, cast_to: torch.dtype | None) -> torch.dtype:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Is its memory what a packed copy of it would be?"""
+    """Does its memory equal that of a packed copy?"""
     packed = tensor.is_contiguous() or tensor.stride() == _packed_strides(tensor)
     return packed and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _packed_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a copy without gaps, whose dimensions are in the same order."""
+    """The strides of a copy without gaps that keeps the order of the dimensions."""
     dims = list(range(tensor.ndim - 1, -1, -1))
     if not tensor.is_contiguous():
         dims = sorted(dims, key=tensor.stride)
@@ -217,8 +236,3 @@ def _packed_strides(tensor: torch.Tensor) -> tuple[int, ...]:
         strides[dim] = stride
         stride *= max(tensor.shape[dim], 1)
     return tuple(strides)
-
-
-def copy_memory(target: int, source: int, size_bytes: int) -> None:
-    """Copy bytes from one address to another; other threads run meanwhile."""
-    ctypes.memmove(target, source, size_bytes)

@@ -1,11 +1,11 @@
 """The manifest of a version: everything about it but its bytes.
 
-Written by the publisher, read by every subscriber, which trusts it no further than the checks here go: no tensor lies
-outside its storage, no storage outside its content. Values that are no tensors are flat or pickled (`serialize`), and
-only read when the program asks for them.
+The publisher writes it, and every subscriber reads it. Subscribers trust it no further than the checks here go: no
+tensor lies outside its storage, no storage outside its content. Values that are not tensors are flat or pickled
+(`serialize`), and are decoded only when the program asks for them.
 
-Most of it is the same from one push to the next: which tensors there are, and where they lie. That part, the *layout*,
-is encoded by itself. Who has read and checked it before knows it by its bytes, and has what was worked out from it.
+The *layout*, that is the list of tensors and their places, rarely changes from one push to the next, and is encoded
+separately. A reader recognises a layout that it has checked before by its bytes, and reuses all that it derived then.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ Path: TypeAlias = tuple[str | int, ...]
 
 
 class Content(msgspec.Struct, array_like=True, frozen=True):
-    """What a block holds from one filling to the next. Never changes."""
+    """The bytes that a block holds from one filling to the next. They never change."""
 
-    owner: int  # its incarnation
+    owner: int  # the incarnation of the block's owner
     block_id: int
     fill: int
     size_bytes: int
 
 
 class Storage(msgspec.Struct, array_like=True, frozen=True):
-    """A range of a content that one tensor lies in, or several that overlap."""
+    """The range of a content that holds one tensor, or several overlapping ones."""
 
-    content: int  # its place in the manifest's list
+    content: int  # its index in the manifest's list
     offset: int
     size_bytes: int
 
 
 class TensorPlace(msgspec.Struct, array_like=True, frozen=True):
-    """A tensor."""
+    """A tensor: its name, its type, and its place in a storage."""
 
     name: str
     path: Path
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    storage: int  # its place in the layout's list
-    offset: int  # in elements, inside of the storage
+    storage: int  # its index in the layout's list
+    offset: int  # in elements, inside the storage
 
 
 class Run(msgspec.Struct):
-    """Tensors that are alike and lie at equal distances in one content, as those of a model's layers do.
+    """Tensors of one shape at equal distances in one content, such as those of a model's layers.
 
-    Torch makes all of them in two steps, in a third of the time that it takes to make them one by one.
+    Torch makes all tensors of a run in two steps, in a third of the time that it needs for one at a time.
     """
 
     content: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    offset: int  # of the first, in elements, inside of the content
+    offset: int  # of the first tensor, in elements, inside the content
     pitch: int
-    tensors: list[int]  # their places in the layout's list
+    tensors: list[int]  # their indices in the layout's list
 
     def take(self, offset: int, tensor: int) -> bool:
-        """Add a tensor, if it lies where the next one would."""
+        """Add a tensor, if it continues the run; the second tensor sets the pitch."""
         pitch = self.pitch if len(self.tensors) > 1 else offset - self.offset
         if pitch < 0 or offset != self.offset + pitch * len(self.tensors):
             return False
@@ -75,9 +75,14 @@ class Run(msgspec.Struct):
         self.tensors.append(tensor)
         return True
 
+    @property
+    def is_unbroken(self) -> bool:
+        """Are its tensors consecutive in the layout's list?"""
+        return self.tensors[-1] - self.tensors[0] == len(self.tensors) - 1
+
 
 class Layout(msgspec.Struct, array_like=True, frozen=True, dict=True):
-    """What the versions of one program have in common: its tensors, and where they lie in contents."""
+    """The part of the manifest that versions share: the tensors, and their places in contents."""
 
     storages: list[Storage]
     tensors: list[TensorPlace]
@@ -86,22 +91,22 @@ class Layout(msgspec.Struct, array_like=True, frozen=True, dict=True):
 
     @cached_property
     def size_bytes(self) -> int:
-        """What its tensors take."""
+        """The size of all storages."""
         return sum(storage.size_bytes for storage in self.storages)
 
     @cached_property
     def content_sizes(self) -> dict[int, int]:
-        """The size that each content must have, at least."""
+        """The minimum size of each content."""
         sizes: dict[int, int] = {}
         for storage in self.storages:
-            if storage.size_bytes:  # else it is of an empty tensor, and lies nowhere
+            if storage.size_bytes:  # the storage of an empty tensor has no place
                 end = storage.offset + storage.size_bytes
                 sizes[storage.content] = max(end, sizes.get(storage.content, 0))
         return sizes
 
     @cached_property
     def runs(self) -> list[Run]:
-        """All tensors that have bytes."""
+        """All tensors that have bytes, grouped into runs."""
         runs: list[Run] = []
         last: dict[tuple[object, ...], Run] = {}
         for index, place in enumerate(self.tensors):
@@ -118,21 +123,26 @@ class Layout(msgspec.Struct, array_like=True, frozen=True, dict=True):
         return runs
 
     @cached_property
+    def empty(self) -> list[int]:
+        """The indices of tensors without bytes."""
+        return [index for index, place in enumerate(self.tensors) if not self.storages[place.storage].size_bytes]
+
+    @cached_property
     def keys(self) -> list[str | int] | None:
-        """The keys of what is one dict of tensors, as a state dict is; None: it is something else."""
+        """The keys, if the source is one flat dict of tensors, like a state dict; else None."""
         if self.value_paths or self.containers != [((), "dict")]:
             return None
         return [place.path[0] for place in self.tensors]
 
     def dtype_of(self, place: TensorPlace) -> torch.dtype:
-        """The dtype of a tensor in it."""
+        """The torch dtype of a tensor in this layout."""
         dtype = getattr(torch, place.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise SerializationError(f"{place.name} has the dtype {place.dtype!r}, which this torch does not know")
         return dtype
 
     def check(self) -> None:
-        """Raise unless each tensor lies in its storage, and each storage where one can lie."""
+        """Raise unless each tensor lies inside its storage, and each storage has a valid, aligned place."""
         for storage in self.storages:
             if storage.size_bytes and (
                 min(storage.content, storage.offset, storage.size_bytes) < 0 or storage.offset % ALIGNMENT_BYTES
@@ -151,16 +161,16 @@ class Layout(msgspec.Struct, array_like=True, frozen=True, dict=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """A version without its bytes."""
+    """A version without its bytes; see the module."""
 
     contents: list[Content]
     layout: Layout
-    checksums: list[int]  # of the storages
-    values: bytes  # of `serialize`: a list, in the order of the layout's paths
+    checksums: list[int]  # one for each storage
+    values: bytes  # a list, encoded by `serialize`, in the order of the layout's ``value_paths``
     value_buffers: list[bytes]
 
     def check(self) -> None:
-        """Raise unless the layout, which was checked, fits into the contents."""
+        """Raise unless the layout, already checked, fits into the contents."""
         if any(content.size_bytes < 0 for content in self.contents):
             raise SerializationError("a block of a version has an impossible size")
         if len(self.checksums) != len(self.layout.storages):
@@ -171,7 +181,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class _Encoded(msgspec.Struct, array_like=True, frozen=True):
-    """A manifest as it travels."""
+    """A manifest on the wire."""
 
     layout: bytes
     contents: list[Content]
@@ -193,7 +203,7 @@ def _decode_layout(data: bytes) -> Layout:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as it travels."""
+    """Encode a manifest for the wire."""
     layout = _encode(manifest.layout)
     data: bytes = _encode(
         _Encoded(layout, manifest.contents, manifest.checksums, manifest.values, manifest.value_buffers)
@@ -202,7 +212,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """The manifest in ``data``, checked; or ``SerializationError``."""
+    """Decode and check the manifest in ``data``; raises ``SerializationError``."""
     try:
         found: _Encoded = _decoder.decode(data)
         layout = _decode_layout(found.layout)

@@ -1,12 +1,14 @@
-"""The weights of one node, ``node.part(Weights)``: what it publishes, what it subscribes to, whose memory it reads.
+"""The weights of one node, ``node.part(Weights)``: its publications, its subscriptions, and the memory of both.
 
 Drives the machines of publishers (`protocol/weights/publisher.py`) and the directory of claims; `subscriptions.py`
-those of subscribers. Each message and each change of members becomes an event, whose effects are carried out. Made at
-its first use, or when the first message comes (`Hooks.on_first`): so no claim is missed.
+drives the machines of subscribers. Each message and each change of membership becomes an event, whose effects are then
+carried out. Created at its first use, or by the first message (`Hooks.on_first`), so it misses no claim.
 
-One lock guards all machines and tables. It is never held while something is sent, copied or waited for; so effects of
-two events may be carried out in another order than they came about, which the machines bear. Messages are handled on
-the I/O thread, but offers of blocks, whose descriptors must be taken in their order, on the thread that reads the link.
+One lock guards all machines and tables. No thread sends, copies or waits while it holds the lock. So the effects of two
+events may be carried out in another order than the events; the machines tolerate that. The I/O thread handles messages,
+except for offers of blocks: the thread that reads the link handles those, to take descriptors in their order.
+
+Over 400 lines: one lock guards all of it.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from farcall.protocol.weights import publisher
 from farcall.protocol.weights.directory import Directory
 from farcall.protocol.weights.lending import Freed, Lend, Stranded
 from farcall.protocol.weights.messages import (
-    MAX_NAME_CHARACTERS,
     ClaimAnswered,
     Message,
     NameClaimed,
     NameClosed,
+    OnDevice,
     VersionPushed,
     VersionsWanted,
     VersionTaken,
+    check_name,
 )
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
@@ -42,27 +45,33 @@ from farcall.weights.offers import Offers
 from farcall.weights.publication import Publication, PublishedVersion
 from farcall.weights.subscription import Subscription
 from farcall.weights.subscriptions import Subscriptions
+from farcall.weights.twins import Twins
 from farcall.weights.version import Version, WeightsMetrics
 
 logger: logging.Logger = logging.getLogger("farcall")
 
+LAST_VERSION_S = 10.0
+"""How long a leaving publisher waits for subscribers that lack its newest version and do not ask for it."""
+
 
 class Weights:
-    """Published weights, at one node."""
+    """The published weights of one node. Mutable, under ``lock``: the publications, the directory and the tables."""
 
     def __init__(self, node: Runtime) -> None:
         self.node: Runtime = node
         self.me: int = node.me.incarnation
         self.lock: threading.RLock = threading.RLock()
         self.blocks: BlockStore = BlockStore(is_shared=node.pool is not None)
+        self.twins: Twins = Twins(self)
         self.fetcher: Fetcher = Fetcher(node, self)
         self.directory: Directory = Directory()
         self._publications: dict[str, Publication] = {}
-        self._past: list[Publication] = []  # of the same names, with versions that somebody may read yet
+        self._past: list[Publication] = []  # earlier ones of the same names, with versions still lent
         self._peers: dict[int, Peer] = {}
-        self._claims_settled: dict[Gate, None] = {}
+        self._waiting: dict[Gate, None] = {}  # of threads that wait for publications to change
         self._deadline_timer = node.timer(self._on_deadline)
-        # All that has handlers comes last: links are read meanwhile.
+        self._all_end = False  # do all members leave together, with all work done?
+        # Register handlers last: other threads already read links, and call a handler as soon as it exists.
         self.offers: Offers = Offers(self)
         self.subscriptions: Subscriptions = Subscriptions(self)
         node.hooks.on_control(NameClaimed, self._on_claimed)
@@ -72,27 +81,28 @@ class Weights:
         node.hooks.on_control(VersionTaken, self._on_taken)
         node.hooks.peer_joined.append(self._on_joined)
         node.hooks.peer_gone.append(self._on_gone)
+        node.hooks.agreed.append(self._on_agreed)
         node.hooks.ended.append(self._on_ended)
 
-    # ------------------------------------------------------------------ what programs do
+    # ------------------------------------------------------------------ called by programs
 
     def publish(self, name: str, source: Any, keep: int) -> Publication:
-        """Become the publisher of ``name``; returns within `publisher.CLAIM_S`, whoever does not answer."""
+        """Become the publisher of ``name``; waits at most `publisher.CLAIM_S` for members that do not answer."""
         publication = self.claim(name, source, keep)
         gate = Gate()
-        self._claims_settled[gate] = None
+        self._waiting[gate] = None
         try:
             with self.node.calls.waiting():
                 while publication.machine.state is publisher.PublisherState.CLAIMING and self.node.running:
                     gate.wait(publisher.CLAIM_S)
                     self._on_deadline(monotonic())
         finally:
-            del self._claims_settled[gate]
+            del self._waiting[gate]
         publication.check()
         return publication
 
     def claim(self, name: str, source: Any, keep: int) -> Publication:
-        """Begin to be the publisher of ``name``."""
+        """Claim ``name`` without waiting for answers."""
         check_name(name)
         if not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep, the number of versions that stay readable, must be at least 1, not {keep!r}")
@@ -110,7 +120,7 @@ class Weights:
             publication = Publication(self, machine, source, keep)
             before = self._publications.get(name)
             self._publications[name] = publication
-            # All in one step: no other publication of this node has this claim, or the numbers that follow.
+            # Under one lock: otherwise another publication of this node could take the same claim and numbers.
             self.directory.note(name, machine.claim, number)
             effects = machine.start(monotonic())
             if before is not None:
@@ -120,7 +130,7 @@ class Weights:
         return publication
 
     def subscribe(self, name: str) -> Subscription:
-        """Want the versions of ``name``, of whoever publishes it."""
+        """Subscribe to the versions of ``name``, of any publisher."""
         check_name(name)
         self.check_running()
         return self.subscriptions.subscribe(name)
@@ -131,7 +141,7 @@ class Weights:
             raise self.node.why_ended
 
     def announce(self, publication: Publication, made: PublishedVersion) -> Version:
-        """A version is complete: lend it to all subscribers."""
+        """Number a complete version, and lend it to all subscribers."""
         with self.lock:
             machine = publication.machine
             try:
@@ -149,9 +159,9 @@ class Weights:
         return version
 
     def trim(self) -> None:
-        """Give up free blocks beyond twice what the newest versions take. With the lock held.
+        """Give up free blocks beyond twice the size of the newest versions. The caller holds the lock.
 
-        `Offers.tell_retired` follows, without it.
+        It calls `Offers.tell_retired` after it has released the lock.
         """
         made = [one.versions.get(one.machine.lender.newest) for one in self._publications.values()]
         taken = [block for one in made if one is not None for block in one.blocks]
@@ -162,33 +172,33 @@ class Weights:
     # ------------------------------------------------------------------ for the fetchers of other members
 
     def read_content(self, content: Content, offset: int, size: int) -> bytearray | None:
-        """A copy of a part of a content that lies, all of it, in a block of this node's own."""
+        """A copy of a part of a content; None unless the whole content lies in a block that this node owns."""
         with self.lock:
             block = self._find_block(content)
             if block is None:
                 return None
-            self.blocks.share(block)  # or it may be filled again while it is copied
+            self.blocks.share(block)  # keeps the block from being refilled during the copy
         try:
             return bytearray(block.view[offset : offset + size])
         finally:
             self.blocks.release([block])
 
     def lend_block(self, content: Content, peer: RemotePeer) -> int | None:
-        """Have ``peer``, on this host, get the block of a content, for good: its number. Waits while a link is down."""
+        """Lend ``peer``, on this host, the block of a content for ever; return its number. Waits for a broken link."""
         with self.lock:
             block = self._find_block(content)
             if block is None or block.descriptor < 0:
                 return None
-            block.is_stranded = True  # no lease says how long it is read
+            block.is_stranded = True  # no lease will report the end of the loan
         self.offers.offer_and_wait(block, peer)
         return block.block_id
 
     def borrowed(self, owner: int, block_id: int) -> BorrowedBlock | None:
-        """A block of another process of this host that has been offered to this one."""
-        return self.subscriptions.borrowed(owner, block_id)
+        """A block that another process of this host has offered to this one."""
+        return self.subscriptions.borrowed.get((owner, block_id))
 
     def _find_block(self, content: Content) -> Block | None:
-        """The block of this node's own that a content lies in, if all of it is there. With the lock held."""
+        """The own block that holds a complete content. The caller holds the lock."""
         for publication in (*self._publications.values(), *self._past):
             for made in publication.versions.values():
                 if content in made.manifest.contents:
@@ -197,7 +207,7 @@ class Weights:
         return found if isinstance(found, Block) else None
 
     def metrics(self) -> list[WeightsMetrics]:
-        """What is published and subscribed to here, for metrics."""
+        """Metrics of all names that this node publishes or subscribes to."""
         with self.lock:
             published = [publication.metrics() for publication in self._publications.values()]
             return published + [versions.metrics() for versions in self.subscriptions.by_name.values()]
@@ -205,7 +215,7 @@ class Weights:
     # ------------------------------------------------------------------ members
 
     def peer(self, incarnation: int) -> Peer | None:
-        """The member of that incarnation."""
+        """The member of that incarnation, if it lives."""
         found = self._peers.get(incarnation)
         if found is None:
             self._peers = {peer.incarnation: peer for peer in (self.node.me, *self.node.others())}
@@ -227,13 +237,41 @@ class Weights:
             self.send(answer.claim.publisher, answer)
         self.subscriptions.on_gone(peer.incarnation)
 
+    def _on_agreed(self, deadline: float) -> None:
+        """Before this node leaves with its versions: wait until others have the newest ones, or until ``deadline``."""
+        if self.node.is_static:
+            self._all_end = True
+            return
+        gate = Gate()
+        self._waiting[gate] = None
+        began = monotonic()
+        try:
+            while (late := self._late()) and self.node.lifecycle.verdict is None:
+                # Only requests of late members extend the wait: other members may ask for older versions.
+                asked_at = max(self.fetcher.asked_at.get(peer.incarnation, 0.0) for peer in late)
+                remaining = min(deadline, max(began, asked_at) + LAST_VERSION_S) - monotonic()
+                if remaining <= 0:
+                    names = ", ".join(peer.info.name for peer in late)
+                    logger.warning("%s leaves; these lack its last versions: %s", self.node.info.name, names)
+                    return
+                gate.wait(min(1.0, remaining))
+        finally:
+            del self._waiting[gate]
+
+    def _late(self) -> list[Peer]:
+        """The members that want the newest version of a publication here, and have not answered for it."""
+        with self.lock:
+            awaited = {one for made in self._publications.values() for one in made.machine.lender.awaited} - {self.me}
+        return [peer for peer in map(self.peer, sorted(awaited)) if peer is not None]
+
     def _on_ended(self) -> None:
         self.subscriptions.close()
         with self.lock:
             self._publications.clear()
-            self.blocks.close()
-        for gate in list(self._claims_settled):
+            blocks = self.blocks.close()
+        for gate in list(self._waiting):
             gate.open()
+        self.twins.end(blocks, all_end=self._all_end)
 
     # ------------------------------------------------------------------ claims
 
@@ -269,13 +307,13 @@ class Weights:
     # ------------------------------------------------------------------ the publisher's side
 
     def publisher_event(self, publication: Publication, event: publisher.Event) -> None:
-        """Have the machine of ``publication`` told, and do what follows."""
+        """Pass an event to the machine of ``publication``, and carry out the effects."""
         with self.lock:
             effects = self._free(publication, publication.machine.handle(event, monotonic()))
         self._carry_out_publisher(publication, effects)
 
     def _free(self, publication: Publication, effects: Iterable[publisher.Effect]) -> Sequence[publisher.Effect]:
-        """Carry out what concerns memory, in the order of events: with the lock held. Return the rest."""
+        """Carry out effects on memory, and return the others. The caller still holds the lock: events stay in order."""
         rest = []
         for effect in effects:
             if isinstance(effect, Stranded):
@@ -308,7 +346,7 @@ class Weights:
                 self._lend(publication, effect.member, effect.number)
         self.offers.tell_retired()
         if machine.state is not publisher.PublisherState.CLAIMING:
-            for gate in list(self._claims_settled):
+            for gate in list(self._waiting):
                 gate.open()
         elif machine.next_deadline() != NEVER:
             self._deadline_timer.at(machine.next_deadline())
@@ -333,12 +371,15 @@ class Weights:
             made = publication.versions.get(number)
             claim = publication.machine.claim
         if peer is None or made is None:
-            return  # it is gone, and the machine hears of that
+            return  # the member is gone, and the machine hears of that
         offered = not isinstance(peer, RemotePeer) or peer.lending is not None
+        on_devices: list[OnDevice] = []
         if isinstance(peer, RemotePeer) and offered:
+            on_devices = self.twins.openers(made.blocks, peer)
             for block in made.blocks:
                 self.offers.offer(block, peer)
-        peer.control(VersionPushed(publication.name, claim, number, publication.keep, offered, made.data))
+        keep = publication.keep
+        peer.control(VersionPushed(publication.name, claim, number, keep, offered, made.data, on_devices))
 
     def _on_wanted(self, peer: Peer, message: VersionsWanted) -> None:
         publication = self._publications.get(message.name)
@@ -353,17 +394,10 @@ class Weights:
                 return
 
     def send(self, member: int, message: Message) -> None:
-        """Tell a member something, if it is there; never waits."""
+        """Send a message to a member, if it lives; never waits."""
         peer = self.peer(member)
         if peer is not None:
             try:
                 peer.control(message)
             except RpcError:
-                pass  # it is gone, and the machines hear of that
-
-
-def check_name(name: str) -> str:
-    """``name``, if something can be published under it."""
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS:
-        raise ValueError(f"weights are published under a name of 1 to {MAX_NAME_CHARACTERS} characters, not {name!r}")
-    return name
+                pass  # the member is gone, and the machines hear of that

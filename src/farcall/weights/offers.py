@@ -1,4 +1,4 @@
-"""Descriptors of blocks on their way from their owner to those who read them, and the news that a block is gone."""
+"""Offers of blocks: descriptors sent from a block's owner to its readers, and the notice that a block was given up."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger("farcall")
 
 OFFER_S = 30.0
-"""How long an offer may wait for a link that is down, before it is tried again."""
+"""How long an offer waits for a link that is down before it is made again."""
 
 
 class Offers:
-    """The blocks of one node, as others get to see them. Each member gets each descriptor once (``offered_to``)."""
+    """The offers of one node's blocks to others. Each member gets each descriptor once (``Block.offered_to``)."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         weights.node.hooks.on_control(BlockRefused, self._on_refused)
 
     def offer(self, block: Block, peer: RemotePeer) -> None:
-        """Have ``peer`` get the descriptor of ``block``. Never waits."""
+        """Send ``peer`` the descriptor of ``block``, unless it has that. Never waits."""
         if self._begin(block, peer):
-            # On a worker: a link that is down makes its senders wait.
+            # On a worker thread: a sender waits while the link is down.
             self._weights.node.write_later(partial(self._send, block, peer))
 
     def offer_and_wait(self, block: Block, peer: RemotePeer) -> None:
-        """The same, on this thread: it waits while the link is down."""
+        """Like `offer`, but on this thread, which waits while the link is down."""
         if self._begin(block, peer):
             self._send(block, peer)
 
     def tell_retired(self) -> None:
-        """Tell those who know them which blocks this node has given up."""
+        """Notify members of the blocks that they were offered and that this node has given up."""
         for block in self._weights.blocks.take_retired():
+            self._weights.twins.give_up(block)
             for member in block.offered_to:
                 self._weights.send(member, BlockRetired(block.block_id))
 
@@ -78,7 +79,7 @@ class Offers:
             os.close(descriptor)
 
     def _on_lost(self, block: Block, peer: RemotePeer) -> None:
-        """The connection broke before the offer had arrived: make it again."""
+        """Make an offer again: the connection broke before it arrived."""
         with self._weights.lock:
             block.offered_to.discard(peer.incarnation)
         if not peer.broken:

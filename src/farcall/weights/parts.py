@@ -1,10 +1,10 @@
-"""Weights in parts: several publishers push each their own part of one name, and subscribers take slices.
+"""Weights in parts: each of several publishers pushes its own part of one name, and subscribers load slices.
 
-A layer above publications and subscriptions, which knows neither memory nor messages: part 1 of 4 of a name is
-published under a name of its own, with a table of where each of its tensors lies in the whole one (a *box*). Version n
-of the name is version n of all parts, and exists once each of them is here.
+A layer above publications and subscriptions, which knows neither memory nor messages. Each part of a name is published
+under a name of its own, with a table of the place of each tensor in the whole tensor (a *box*). Version n of the name
+consists of version n of all parts, and exists here once all of them have arrived.
 
-Nobody needs the whole of a tensor: what a subscriber loads is copied, box by box, out of the parts that it lies in.
+No member needs a whole tensor: a subscriber copies what it loads, box by box, out of the parts that hold it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from time import monotonic
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -23,38 +24,39 @@ from farcall.rpc.call import UNSET_TIMEOUT
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_runtime
 from farcall.weights.layout import name_of, take_apart
-from farcall.weights.loading import Slices, why_not_loadable
+from farcall.weights.loading import Pairs, Slices, Views, copy_out, why_not_loadable
 from farcall.weights.node import Weights
 from farcall.weights.publication import Publication
 from farcall.weights.subscription import Subscription
 from farcall.weights.version import Version
 
+T = TypeVar("T")
 Box: TypeAlias = tuple[tuple[int, int], ...]
-"""Start and stop of each dimension, in the whole tensor."""
+"""Start and stop in each dimension of the whole tensor."""
 
 
 class Part(NamedTuple):
-    """A part of a tensor, in the place of the tensor where it is published; a `DTensor` needs none."""
+    """A part of a tensor, to be published in the place of that tensor. A `DTensor` needs no `Part`."""
 
     tensor: torch.Tensor
     shape: Sequence[int]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     offset: Sequence[int]
-    """Where the part begins, in each dimension."""
+    """The start of the part in each dimension."""
 
 
 def publish_part(name: str, source: Any, *, part: int, parts: int, keep: int = 2) -> PartPublication:
-    """Publish this worker's part of the tensors of ``name``; the other parts are published by other workers.
+    """Publish this worker's part of the tensors of ``name``; other workers publish the other parts.
 
-    A version exists when all parts of it do: each publisher pushes as often as the others. One that takes a part over
-    goes on with its numbers.
+    A version exists when all its parts exist, so all publishers must push equally often. A publisher that takes over a
+    part continues its version numbers.
 
     Args:
-        name: what subscribers ask for, by `subscribe_parts`.
-        source: as for `publish`. A `DTensor` stands for the part of it that is here; so does a `Part`, with the shape
-            of the whole tensor and an offset. Any other tensor is whole.
-        part: which part this is, counted from 0.
-        parts: how many there are.
+        name: the name that subscribers pass to `subscribe_parts`.
+        source: as for `publish`. For a `DTensor` its local part is published; for a `Part` its tensor, at an offset in
+            the shape of the whole tensor. Any other tensor is whole.
+        part: the number of this part, counted from 0.
+        parts: the number of parts.
         keep: as for `publish`.
     """
     name_of_part, published = _part_name(name, part, parts), take_part(source)
@@ -63,7 +65,7 @@ def publish_part(name: str, source: Any, *, part: int, parts: int, keep: int = 2
 
 
 def subscribe_parts(name: str, parts: int) -> PartsSubscription:
-    """Read the versions of what is published under ``name`` in so many parts; whole tensors, or slices of them."""
+    """Subscribe to weights that are published under ``name`` in ``parts`` parts; read whole tensors, or slices."""
     names = [_part_name(name, part, parts) for part in range(parts)]
     if not names:
         raise ValueError("subscribe to at least one part")
@@ -78,14 +80,14 @@ def _part_name(name: str, part: int, parts: int) -> str:
 
 
 class PartPublication:
-    """One worker's part of what is published under a name; see `farcall.publish_part`."""
+    """One worker's part of the weights published under a name; see `farcall.publish_part`."""
 
     def __init__(self, publication: Publication, source: Any, published: dict[str, Any]) -> None:
-        """``published`` is what ``publication`` publishes; it is made anew for each push."""
+        """``published`` is the source of ``publication``; each push fills it anew."""
         self._publication = publication
         self._source = source
         self._published = published
-        self._pushing = threading.Lock()  # from the taking of the part to its copy
+        self._pushing = threading.Lock()  # from the update of ``published`` to the end of its copy
 
     @property
     def version(self) -> Version | None:
@@ -93,7 +95,7 @@ class PartPublication:
         return self._publication.version
 
     def push(self, *, only: Iterable[str] | None = None, dtype: torch.dtype | None = None) -> Version:
-        """Make the values of this part, as they are now, its next version; see `Publication.push`."""
+        """Publish the current values of this part as its next version; see `Publication.push`."""
         names = None if only is None else [f"tensors.{name}" for name in only]
         self._publication.check()
         with self._pushing:
@@ -102,7 +104,7 @@ class PartPublication:
             return self._publication.push(only=names, dtype=dtype)
 
     def close(self) -> None:
-        """Publish this no more."""
+        """Stop publishing this part."""
         self._publication.close()
 
     def __enter__(self) -> PartPublication:
@@ -116,7 +118,7 @@ class PartPublication:
 
 
 def take_part(source: Any) -> dict[str, Any]:
-    """What is published of a worker's part: its tensors, where they lie in the whole ones, and its other values."""
+    """The dict to publish for a worker's part: its tensors, their places in the whole tensors, and its other values."""
     leaves = take_apart(source)
     tensors: dict[str, torch.Tensor] = {}
     layout: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -142,7 +144,7 @@ def take_part(source: Any) -> dict[str, Any]:
 
 
 def _is_distributed(value: Any) -> bool:
-    # A program that has one has loaded this.
+    # A program with a DTensor has loaded this module; importing it here would cost all others.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -157,14 +159,14 @@ def _local_part(tensor: Any) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, 
 
 
 class _Piece(NamedTuple):
-    """A tensor of one part."""
+    """The tensor of one part, and its place in the whole tensor."""
 
     tensor: torch.Tensor
     box: Box
 
 
 class _Found(NamedTuple):
-    """A version: the shapes of its tensors, the pieces that there are of each, and its other values."""
+    """A version: the shapes of its whole tensors, the pieces of each, and its other values."""
 
     version: Version
     shapes: dict[str, tuple[int, ...]]
@@ -181,7 +183,7 @@ class PartsSubscription:
 
     @property
     def version(self) -> Version | None:
-        """The newest version of which all parts are here."""
+        """The newest version of which all parts have arrived."""
         numbered = [{version.number: version for version in part.versions} for part in self._parts]
         common = set.intersection(*(set(found) for found in numbered))
         if not common:
@@ -190,7 +192,7 @@ class PartsSubscription:
         return Version(max(found[number].epoch for found in numbered), number)
 
     def wait(self, newer_than: Version | None = None, timeout: float | None = UNSET_TIMEOUT) -> Version:
-        """Return the newest version as soon as all its parts are here and it is newer than ``newer_than``."""
+        """Wait for a version that is newer than ``newer_than`` and complete; return the newest such version."""
         deadline, _ = self._parts[0]._deadline(timeout)
         while True:
             late, last = self._latest()
@@ -204,15 +206,15 @@ class PartsSubscription:
                 raise RpcTimeout(f"a part of a version of {self.name!r} is missing: {error}", error.delivery) from None
 
     def _latest(self) -> tuple[Subscription, Version | None]:
-        """The part that is behind the others, and its newest version.
+        """The part that is furthest behind, and its newest version.
 
-        To be asked before `version` is: what arrives between the two looks is not waited for.
+        Call this before reading `version`: then a part that arrives in between ends the wait that follows at once.
         """
         newest = [(part, part.version) for part in self._parts]
         return min(newest, key=lambda one: -1 if one[1] is None else one[1].number)
 
     async def __aiter__(self) -> AsyncIterator[Version]:
-        """Each newest version as it becomes complete."""
+        """Yield each newest version when it becomes complete."""
         last: Version | None = None
         while True:
             late, newest = self._latest()
@@ -227,28 +229,25 @@ class PartsSubscription:
                 return
 
     def load_into(self, target: Any, *, slices: Slices | None = None) -> Version:
-        """Copy the newest version into the tensors of ``target``, in place: all of it, or nothing; return which.
+        """Copy the newest version, all of it or nothing, into the tensors of ``target``, in place; return the version.
 
-        ``slices`` are of the whole tensors, as in `Subscription.load_into`, with steps of 1. Floating-point dtypes are
-        converted.
+        ``slices`` refer to the whole tensors, as in `Subscription.load_into`, with steps of 1. Floating-point dtypes
+        are converted.
         """
-        found = self._read()
         wanted = {name_of(path): tensor for path, tensor in take_apart(target).tensors.items()}
-        copies = []
-        for name, tensor in wanted.items():
-            if name not in found.shapes:
-                raise ValueError(f"version {found.version} does not fit, and nothing was loaded: {name} is not in it")
-            copies += _plan(name, tensor, _box(name, found.shapes[name], (slices or {}).get(name)), found.pieces[name])
-            for why_not in filter(None, (why_not_loadable(tensor, piece.tensor.dtype) for piece in found.pieces[name])):
-                raise ValueError(f"version {found.version} does not fit, and nothing was loaded: {name} {why_not}")
-        with torch.inference_mode():  # it may write to both kinds of tensors
-            for to, source in copies:
-                to.copy_(source)
-        return found.version
+        with ExitStack() as stack:
+            version, held = self._take(lambda part, version: stack.enter_context(part._reading(version)))
+
+            def match(views: Sequence[Views]) -> Pairs:
+                parts = [one.nested(one.tensors(memory)) for one, memory in zip(held, views, strict=True)]
+                return _match(_put_together(version, parts), wanted, slices or {})
+
+            copy_out(held, match, self._parts[0]._twins)
+            return version
 
     def get(self) -> dict[str, Any]:
-        """The newest version by the names of its tensors, put together: whole tensors, copied."""
-        found = self._read()
+        """The newest version as a dict of whole tensors, copied together from the parts, by their names."""
+        found = _put_together(*self._take(lambda part, version: part.get(version)))
         whole: dict[str, Any] = {}
         for name, pieces in found.pieces.items():
             whole[name] = torch.empty(found.shapes[name], dtype=pieces[0].tensor.dtype)
@@ -257,7 +256,7 @@ class PartsSubscription:
         return {**whole, **found.values}
 
     def close(self) -> None:
-        """Want no more versions."""
+        """End the subscription."""
         for part in self._parts:
             part.close()
 
@@ -270,33 +269,47 @@ class PartsSubscription:
     def __repr__(self) -> str:
         return f"<PartsSubscription to {self.name!r} in {len(self._parts)} parts: version {self.version}>"
 
-    def _read(self) -> _Found:
-        """The newest version. What is returned holds it."""
+    def _take(self, take: Callable[[Subscription, Version], T]) -> tuple[Version, list[T]]:
+        """The newest version, and the result of ``take``, which holds the version, for each of its parts."""
         while True:
             version = self.version
             if version is None:
                 raise LookupError(f"no version of {self.name!r} has arrived: call wait() first")
-            try:
-                parts = [self._part(part, version.number) for part in self._parts]
-            except LookupError:
-                continue  # newer ones have come since, and this one is gone
-            found = _Found(version, {}, {}, {})
-            for part in parts:
-                found.values.update(part["values"])
-                for name, tensor in part["tensors"].items():
-                    shape, offset = (tuple(one) for one in part["layout"][name])
-                    if found.shapes.setdefault(name, shape) != shape:
-                        raise ValueError(f"{name} has the shape {found.shapes[name]} in one part, {shape} in another")
-                    box = tuple((start, start + extent) for start, extent in zip(offset, tensor.shape, strict=True))
-                    found.pieces.setdefault(name, []).append(_Piece(tensor, box))
-            return found
+            taken = []
+            for part in self._parts:
+                found = [one for one in part.versions if one.number == version.number]
+                try:
+                    taken += [take(part, one) for one in found[-1:]]
+                except LookupError:
+                    break
+            if len(taken) == len(self._parts):
+                return version, taken
+            # A part dropped this version between the two looks, because newer ones arrived: try the newest again.
 
-    def _part(self, part: Subscription, number: int) -> Mapping[str, Any]:
-        found = [version for version in part.versions if version.number == number]
-        if not found:
-            raise LookupError(number)
-        held: Mapping[str, Any] = part.get(found[-1])
-        return held
+
+def _put_together(version: Version, parts: Iterable[Mapping[str, Any]]) -> _Found:
+    found = _Found(version, {}, {}, {})
+    for part in parts:
+        found.values.update(part["values"])
+        for name, tensor in part["tensors"].items():
+            shape, offset = (tuple(one) for one in part["layout"][name])
+            if found.shapes.setdefault(name, shape) != shape:
+                raise ValueError(f"{name} has the shape {found.shapes[name]} in one part, {shape} in another")
+            box = tuple((start, start + extent) for start, extent in zip(offset, tensor.shape, strict=True))
+            found.pieces.setdefault(name, []).append(_Piece(tensor, box))
+    return found
+
+
+def _match(found: _Found, wanted: Mapping[str, torch.Tensor], slices: Slices) -> Pairs:
+    """The (target, source) pairs that fill the tensors of ``wanted``; raises if a tensor cannot be filled."""
+    copies = []
+    for name, tensor in wanted.items():
+        if name not in found.shapes:
+            raise ValueError(f"version {found.version} does not fit, and nothing was loaded: {name} is not in it")
+        copies += _plan(name, tensor, _box(name, found.shapes[name], slices.get(name)), found.pieces[name])
+        for why_not in filter(None, (why_not_loadable(tensor, piece.tensor.dtype) for piece in found.pieces[name])):
+            raise ValueError(f"version {found.version} does not fit, and nothing was loaded: {name} {why_not}")
+    return copies
 
 
 def _box(name: str, shape: Sequence[int], slices: Sequence[slice | int] | None) -> Box:
@@ -310,18 +323,18 @@ def _box(name: str, shape: Sequence[int], slices: Sequence[slice | int] | None) 
 def _plan(
     name: str, target: torch.Tensor, wanted: Box, pieces: Sequence[_Piece]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The copies that fill ``target``, the part ``wanted`` of a tensor, from the pieces that there are of it."""
+    """The (target, source) pairs that fill ``target``, the box ``wanted`` of a tensor, from the tensor's pieces."""
     extents = tuple(max(0, stop - start) for start, stop in wanted)
     if tuple(target.shape) != extents:
         raise ValueError(f"{name} has the shape {extents}, the target's has {tuple(target.shape)}: nothing was loaded")
     copies, covered = [], 0
-    seen: dict[Box, Box] = {}  # of each piece, what is wanted of it
+    seen: dict[Box, Box] = {}  # for each piece the box that is wanted of it
     for piece in pieces:
         common = tuple(
             (max(start, begin), min(stop, end)) for (start, stop), (begin, end) in zip(wanted, piece.box, strict=True)
         )
         if any(start >= stop for start, stop in common) or piece.box in seen:
-            continue  # apart; or a replica
+            continue  # disjoint, or a replica of a piece already used
         seen[piece.box] = common
         source = piece.tensor[_within(common, piece.box)]
         copies.append((target[_within(common, wanted)], source))

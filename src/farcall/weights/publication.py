@@ -1,12 +1,13 @@
 """Publications: a program's tensors become versions.
 
 `Publication` drives the machine of one tenure (`protocol/weights/publisher.py`) and owns the blocks of its versions. A
-push copies once, on the caller's thread, into a block that nobody reads; only then does anybody hear of the version. So
-a publisher that dies amid a push leaves no trace of it.
+push copies once, on the caller's thread, into a block without readers, and announces the version only afterwards. So a
+publisher that dies during a push leaves no trace of it.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from farcall.ids import WorkerInfo
 from farcall.protocol.frames import RESPONSE, Frame
 from farcall.protocol.weights.publisher import Closed, PublisherMachine, PublisherState
 from farcall.serialize import write_value
+from farcall.weights.filling import alignment, fill
 from farcall.weights.layout import Leaves, StoragePlan, name_of, plan_storages, signature_of, take_apart
 from farcall.weights.manifest import Content, Layout, Manifest, Storage, TensorPlace, encode_manifest
 from farcall.weights.memory import Block, aligned
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class PublishedVersion:
-    """A version at its publisher."""
+    """A version at its publisher: its manifest, the encoded manifest, and its blocks."""
 
     __slots__ = ("blocks", "data", "manifest")
 
@@ -41,13 +43,14 @@ class PublishedVersion:
 
 
 class Publication:
-    """What this worker publishes under a name; see `farcall.publish`.
+    """The weights that this worker publishes under a name; see `farcall.publish`.
 
-    Mutable: the machine and the versions, under the node's lock; a lock of its own lets one push run at a time.
+    Mutable: the machine and the versions, under the node's lock; the plan of the last push, under a lock of its own,
+    which lets one push run at a time.
     """
 
     def __init__(self, weights: Weights, machine: PublisherMachine, source: Any, keep: int) -> None:
-        """Made by `Weights.publish`."""
+        """For `Weights.claim` only."""
         self.keep: int = keep
         self.machine: PublisherMachine = machine
         self.versions: dict[int, PublishedVersion] = {}
@@ -59,7 +62,7 @@ class Publication:
 
     @property
     def name(self) -> str:
-        """What subscribers ask for."""
+        """The name that subscribers ask for."""
         return self.machine.name
 
     @property
@@ -70,7 +73,7 @@ class Publication:
 
     @property
     def subscribers(self) -> dict[str, Version | None]:
-        """The version that each subscriber had last, by the names of the workers."""
+        """The last version that each subscriber has reported, by the names of the workers."""
         with self._weights.lock:
             lender, epoch = self.machine.lender, self.machine.claim.epoch
             taken = {member: lender.taken.get(member) for member in lender.subscribers}
@@ -82,31 +85,31 @@ class Publication:
         return found
 
     def push(self, *, only: Iterable[str] | None = None, dtype: torch.dtype | None = None) -> Version:
-        """Make the values as they are now a version, and announce it; return once they are copied.
+        """Publish the current values as a new version; return once they are copied and announced.
 
         Args:
-            only: the names of the tensors that have changed. All others are shared with the version before.
-            dtype: what floating-point tensors are converted to.
+            only: the names of the tensors that have changed. All others are shared with the previous version.
+            dtype: the dtype that floating-point tensors are converted to.
         """
-        self.check()  # before the lock: in a forked child nobody would ever release it
+        self.check()  # before the lock: in a forked child its holder may not exist, and it would never be released
         with self._pushing:
-            self.check()  # again: it may have been closed meanwhile
+            self.check()  # again: another thread may have closed the publication while this one waited
             leaves = take_apart(self._source)
             made = self._fill(leaves, None if only is None else set(only), dtype)
             return self._weights.announce(self, made)
 
     def close(self) -> None:
-        """Publish this no more. Subscribers get the newest version yet, and are told that no other follows.
+        """Stop publishing. Subscribers still get the newest version, and the notice that no other follows.
 
-        They keep the versions they have. Another publication of the name, of any worker, takes over.
+        They keep the versions they have. A later publication of the name, by any worker, takes over.
         """
         if self._weights.node.why_ended is None:
             self._weights.publisher_event(self, Closed())
-            with self._pushing:  # a push that runs ends now, and in vain
+            with self._pushing:  # waits for a running push, which fails when it announces its version
                 self._source, self._planned = None, (None, [], [])
 
     def metrics(self) -> WeightsMetrics:
-        """This name, for metrics. With the node's lock held."""
+        """The metrics of this name. The caller holds the node's lock."""
         machine = self.machine
         newest = self.versions.get(machine.lender.newest)
         return WeightsMetrics(
@@ -130,7 +133,7 @@ class Publication:
         return f"<Publication of {self.name!r}: {self.machine.state}, version {self.version}>"
 
     def check(self) -> None:
-        """Raise unless versions can be pushed."""
+        """Raise unless this publication can push versions."""
         self._weights.check_running()
         if self.machine.state is PublisherState.CLOSED:
             raise RuntimeError(f"the publication of {self.name!r} is closed")
@@ -141,15 +144,16 @@ class Publication:
             raise Superseded(f"{who} has published {self.name!r} since (epoch {claim.epoch}): push there")
 
     def _fill(self, leaves: Leaves, only: set[str] | None, dtype: torch.dtype | None) -> PublishedVersion:
-        """Copy what has changed into a block."""
+        """Copy the changed storages into blocks, one for each device, and make a version with the unchanged ones."""
         if only is not None and only - leaves.names:
             raise KeyError(f"{self.name!r} has no tensor {', '.join(sorted(only - leaves.names))}")
         plans, places = self._plan(leaves, dtype)
         values = _encode_values(leaves)
         with self._weights.lock:
+            subscribers = self.machine.lender.subscribers
             newest = self.versions.get(self.machine.lender.newest)
             kept = {} if newest is None or only is None else _unchanged(newest.manifest.layout, plans, leaves, only)
-            shared: list[int] = []  # contents of the newest version that this one lies in, too
+            shared: list[int] = []  # contents of the newest version that this version shares
             contents: list[Content] = []
             blocks: list[Block] = []
             if newest is not None:
@@ -160,32 +164,32 @@ class Publication:
             for block in blocks:
                 self._weights.blocks.share(block)
         try:
-            offsets, size = [], 0
+            # Storages of each device get a block of their own, which may have a twin on that device.
+            changed: dict[int, list[int]] = {}
             for index, plan in enumerate(plans):
-                offsets.append(size)
-                size += 0 if index in kept else aligned(plan.size_bytes)
-            fresh: Block | None = None
-            if size:
-                fresh = self._weights.blocks.take(size)
-                blocks.append(fresh)
-                contents.append(Content(self._weights.me, fresh.block_id, fresh.fill, size))
-            storages, checksums = [], []
-            for index, plan in enumerate(plans):
-                if not plan.size_bytes:
-                    storages.append(Storage(0, 0, 0))
-                    checksums.append(0)
-                elif index in kept:
-                    assert newest is not None
-                    storage = newest.manifest.layout.storages[kept[index]]
-                    storages.append(Storage(shared.index(storage.content), storage.offset, storage.size_bytes))
-                    checksums.append(newest.manifest.checksums[kept[index]])
-                else:
-                    assert fresh is not None
-                    view = fresh.view[offsets[index] : offsets[index] + plan.size_bytes]
-                    storages.append(Storage(len(shared), offsets[index], plan.size_bytes))
-                    checksums.append(plan.fill(view))
+                if plan.size_bytes and index not in kept:
+                    changed.setdefault(plan.device, []).append(index)
+            found = dict.fromkeys(range(len(plans)), (Storage(0, 0, 0), 0))  # each storage with its checksum
+            for index, place in kept.items():
+                assert newest is not None
+                storage = newest.manifest.layout.storages[place]
+                if storage.size_bytes:
+                    content = shared.index(storage.content)
+                    found[index] = msgspec.structs.replace(storage, content=content), newest.manifest.checksums[place]
+            for device, indices in changed.items():
+                sizes = (aligned(plans[index].size_bytes, alignment(device)) for index in indices)
+                *offsets, size = itertools.accumulate(sizes, initial=0)
+                block = self._weights.blocks.take(size, device)
+                blocks.append(block)
+                contents.append(Content(self._weights.me, block.block_id, block.fill, size))
+                self._weights.twins.prepare(block, device, subscribers)
+                sums = fill(block, device, [(plans[index], at) for index, at in zip(indices, offsets, strict=True)])
+                for index, offset, checksum in zip(indices, offsets, sums, strict=True):
+                    found[index] = Storage(len(contents) - 1, offset, plans[index].size_bytes), checksum
             if newest is not None and kept:
                 places = _with_places_of(newest.manifest.layout, places, kept)
+            storages = [storage for storage, _ in found.values()]
+            checksums = [checksum for _, checksum in found.values()]
             layout = Layout(storages, places, list(leaves.containers.items()), list(leaves.values))
             return PublishedVersion(Manifest(contents, layout, checksums, *values), blocks)
         except BaseException:
@@ -193,7 +197,7 @@ class Publication:
             raise
 
     def _plan(self, leaves: Leaves, dtype: torch.dtype | None) -> tuple[list[StoragePlan], list[TensorPlace]]:
-        """The storages, and the places of tensors in them: those of the push before, if nothing has moved."""
+        """The storages, and the places of tensors in them; reused from the last push if no tensor has moved."""
         signature = (dtype, signature_of(leaves.tensors))
         if signature != self._planned[0]:
             plans = plan_storages(leaves.tensors, dtype)
@@ -202,7 +206,7 @@ class Publication:
 
 
 def _unchanged(layout: Layout, plans: list[StoragePlan], leaves: Leaves, only: set[str]) -> dict[int, int]:
-    """Of each storage that is the same as in ``layout``: its place here, and there."""
+    """The storages that have not changed since ``layout``: their indices in ``plans``, and in ``layout``."""
     shapes = {place.name: (place.shape, place.storage) for place in layout.tensors}
     members: dict[int, set[str]] = {}
     for place in layout.tensors:
@@ -236,7 +240,7 @@ def _places(leaves: Leaves, plans: list[StoragePlan]) -> list[TensorPlace]:
     for index, plan in enumerate(plans):
         for path, (strides, offset) in plan.members.items():
             tensor = leaves.tensors[path]
-            # Bytes of several dtypes in one storage are copied as bytes.
+            # A storage of bytes may hold views of several dtypes, copied without a conversion.
             dtype = tensor.dtype if plan.dtype is torch.uint8 else plan.dtype
             name = str(dtype).removeprefix("torch.")
             places[path] = TensorPlace(name_of(path), path, name, tuple(tensor.shape), strides, index, offset)
@@ -244,7 +248,7 @@ def _places(leaves: Leaves, plans: list[StoragePlan]) -> list[TensorPlace]:
 
 
 def _with_places_of(old: Layout, places: list[TensorPlace], kept: Mapping[int, int]) -> list[TensorPlace]:
-    """``places``, but those in storages that are kept as they were: the program's tensors may lie otherwise by now."""
+    """``places``, with those in kept storages taken from ``old``: the program's tensors may have other strides now."""
     before = {place.name: place for place in old.tensors}
     return [
         msgspec.structs.replace(before[place.name], path=place.path, storage=place.storage)

@@ -1,17 +1,17 @@
-"""Subscriptions: the versions of a name at this node, and what programs do with them.
+"""Subscriptions: the versions of a name at this node, and their use by programs.
 
-`NameVersions` is one per node and name: it drives the machine (`protocol/weights/subscriber.py`) and has the memory of
-each version. `Subscription` is what a program holds; several may share one `NameVersions`.
+`NameVersions` exists once per node and name. It drives the machine (`protocol/weights/subscriber.py`) and has the
+memory of each version. `Subscription` is the program's object; several may share one `NameVersions`.
 
-Locks: the machine and the table of versions are used under the node's lock (`node.py`), which is never held while
-something is sent, copied or waited for. A version that is being read is *held*: the machine keeps it.
+Locks: the node's lock (`node.py`) guards the machine and the table of versions. No thread sends, copies or waits while
+it holds that lock. A version that a program reads is *held*: the machine does not drop it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from farcall.rpc.outcome import LoopGate
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.weights.loading import Slices, load
+from farcall.weights.twins import Twins
 from farcall.weights.version import HeldVersion, Version, WeightsMetrics
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
 
 
 class NameVersions:
-    """The versions of one name at this node. Mutable, under the node's lock: the machine, the versions, who waits."""
+    """The versions of one name at this node.
+
+    Mutable: the machine, the versions and the counters, under the node's lock; the gates of waiting threads, without.
+    """
 
     def __init__(self, weights: Weights, name: str, serials: Iterator[int]) -> None:
         self.weights: Weights = weights
@@ -40,21 +44,21 @@ class NameVersions:
         self.machine: SubscriberMachine = SubscriberMachine(name, serials)
         self.versions: dict[Key, HeldVersion] = {}
         self.arrived: int = 0
-        """How many have become the newest one."""
+        """How many versions have become the newest one."""
         self.users: int = 0
-        """How many subscriptions there are."""
+        """How many subscriptions are open."""
         self.why_not: str | None = None
-        """Why a version that was sent is not here, if none has come since."""
+        """Why the last version sent did not arrive; None once a later one has arrived."""
         self._gates: dict[Gate | LoopGate, None] = {}
 
     def tell(self) -> None:
-        """Wake all who wait: there is news. From any thread, without a lock."""
+        """Wake all waiters, which look at the state again. Any thread may call this; it takes no lock."""
         for gate in list(self._gates):
             gate.open()
 
     @contextmanager
     def news_opens(self, gate: Gate | LoopGate) -> Iterator[None]:
-        """Have ``gate`` opened by news that come while the block runs."""
+        """While the block runs, each `tell` opens ``gate``."""
         self._gates[gate] = None
         try:
             yield
@@ -62,12 +66,12 @@ class NameVersions:
             del self._gates[gate]
 
     def newest(self) -> HeldVersion | None:
-        """The newest version that is ready."""
+        """The newest ready version."""
         key = self.machine.newest
         return None if key is None else self.versions.get(key)
 
     def metrics(self) -> WeightsMetrics:
-        """This name, for metrics. With the lock held."""
+        """The metrics of this name. The caller holds the lock."""
         key, held = self.machine.newest, self.newest()
         return WeightsMetrics(
             self.name,
@@ -82,8 +86,8 @@ class NameVersions:
 
     @contextmanager
     def reading(self, version: Version | None) -> Iterator[HeldVersion]:
-        """Hold a version, the newest one if none is named, while the block runs."""
-        self.weights.check_running()  # before the lock: in a forked child nobody would ever release it
+        """Hold a version, by default the newest one, while the block runs."""
+        self.weights.check_running()  # before the lock: in a forked child its holder may not exist
         with self.weights.lock:
             held = self._find(version)
             self.machine.handle(Held(held.key))
@@ -93,7 +97,7 @@ class NameVersions:
             self.weights.subscriptions.event(self, LetGo(held.key))
 
     def _find(self, version: Version | None) -> HeldVersion:
-        self.weights.check_running()  # again: it has its versions for as long as it runs
+        self.weights.check_running()  # again, under the lock: a node that ends clears its versions
         ready = [self.versions[key] for key in self.machine.ready]
         found = [held for held in ready if version is None or held.version == version]
         if not found:
@@ -105,10 +109,10 @@ class NameVersions:
         return found[-1]
 
     def views(self, held: HeldVersion) -> list[memoryview]:
-        """Views of the blocks of a version, which hold it until the last tensor over them has died."""
+        """Views of the blocks of a version. They hold the version until the last tensor over them has died."""
         views = []
         for block in held.blocks:
-            # A mapping of its own, copy on write: a program that writes to these tensors harms nobody else.
+            # A separate copy-on-write mapping: a program's writes to these tensors affect no other reader.
             view, lease = leased(block.private_view(), self.weights.subscriptions.on_view_death, (self, held.key))
             with self.weights.lock:
                 self.machine.handle(Held(held.key))
@@ -118,35 +122,38 @@ class NameVersions:
 
 
 class Subscription:
-    """The versions of a name, as a program reads them; see `farcall.subscribe`."""
+    """A program's access to the versions of a name; see `farcall.subscribe`.
+
+    Mutable: whether it is open, and the claim whose end the program knows.
+    """
 
     def __init__(self, versions: NameVersions) -> None:
         self._versions = versions
         self._is_open = True
         machine = versions.machine
-        # The claim whose end the program has been told, or that ended before.
+        # The claim whose end was reported to the program, or that had ended before it subscribed.
         self._told = machine.claim if machine.state is SubscriberState.ENDED else None
 
     @property
     def name(self) -> str:
-        """What is subscribed to."""
+        """The name subscribed to."""
         return self._versions.name
 
     @property
     def version(self) -> Version | None:
-        """The newest version that can be read here; None: there is none yet."""
+        """The newest version that this worker can read; None before the first."""
         held = self._versions.newest()
         return None if held is None else held.version
 
     @property
     def versions(self) -> list[Version]:
-        """All versions that can be read here, the newest last."""
+        """All versions that this worker can read, the newest last."""
         with self._versions.weights.lock:
             return [Version(key.claim.epoch, key.number) for key in self._versions.machine.ready]
 
     @property
     def publisher(self) -> WorkerInfo | None:
-        """Who publishes the name; None: nobody does, or whoever did is gone."""
+        """The publisher of the name; None: it has no publisher, or its publisher is gone."""
         machine = self._versions.machine
         claim = machine.claim
         if claim is None or machine.state is not SubscriberState.SUBSCRIBED:
@@ -155,7 +162,7 @@ class Subscription:
         return None if peer is None else peer.info
 
     def wait(self, newer_than: Version | None = None, timeout: float | None = UNSET_TIMEOUT) -> Version:
-        """Return the newest version as soon as it is newer than ``newer_than``; without that, as soon as there is one.
+        """Wait for a version newer than ``newer_than``, or for any version without that; return the newest.
 
         ``timeout``: seconds; None for no limit; by default that of calls. Raises `RpcTimeout`; and `PublicationClosed`,
         once, when the publisher has closed its publication and its last version is not newer. The next call waits for
@@ -183,9 +190,9 @@ class Subscription:
                 await gate.passed
 
     def __aiter__(self) -> AsyncIterator[Version]:
-        """Each newest version as it becomes ready, the present one first; those between two looks are left out.
+        """Yield each newest version when it becomes ready, beginning with the present one; skip superseded ones.
 
-        The iteration ends after the last version of a publication that was closed; another one waits for the next.
+        The iteration ends after the last version of a closed publication; a new iteration waits for the next publisher.
         """
         return self._iterate()
 
@@ -199,32 +206,33 @@ class Subscription:
             yield version
 
     def get(self, version: Version | None = None) -> Any:
-        """The tensors of a version, the newest one if none is named, nested as they were published; without a copy.
+        """The tensors of a version, by default the newest, nested as they were published; without a copy.
 
-        They lie in memory that is shared with the publisher, copy on write: to write to one changes nothing but what
-        this process sees through it. While one of them lives, the version stays; clone what is to be kept for long.
+        They lie in memory shared with the publisher, copy on write: a write to one is visible through these tensors
+        only. The version stays in memory while one of its tensors lives; clone a tensor to keep it for long.
         """
-        with self._open().reading(version) as held:
+        with self._reading(version) as held:
             return held.nested(held.tensors(self._versions.views(held)))
 
     def load_into(self, target: Any, *, slices: Slices | None = None, version: Version | None = None) -> Version:
-        """Copy a version into the tensors of ``target``, in place: all of one version, or nothing; return which.
+        """Copy a version, all of it or nothing, into the tensors of ``target``, in place; return the version.
 
-        ``target`` is a module, or dicts of tensors; each of its tensors must be in the version, with its shape, or that
-        of its ``slices`` (``{"mlp.up.weight": (slice(0, 2048), slice(None))}``). Floating-point dtypes are converted.
+        ``target`` is a module, or dicts of tensors. The version must have each of its tensors, with the same shape, or
+        with that of its ``slices`` (``{"mlp.up.weight": (slice(0, 2048), slice(None))}``). Floating-point dtypes are
+        converted. Copies to devices run on the current stream, behind its earlier work, and this call waits for them.
         """
-        with self._open().reading(version) as held:
-            load(held, target, slices)
+        with self._reading(version) as held:
+            load(held, target, slices, self._twins)
             return held.version
 
     def verify(self, version: Version | None = None) -> Version:
         """Compare all bytes of a version with the checksums of its push; `CorruptWeights` names the tensor."""
-        with self._open().reading(version) as held:
+        with self._reading(version) as held:
             held.verify()
             return held.version
 
     def close(self) -> None:
-        """Want no more versions. Tensors of `get` stay as they are."""
+        """End the subscription. Tensors of `get` stay valid."""
         if self._is_open:
             self._is_open = False
             if self._versions.weights.node.why_ended is None:
@@ -247,16 +255,24 @@ class Subscription:
         by = f"published by {who.name}" if who is not None else "without a publisher"
         return f"<Subscription to {self.name!r}: version {self.version}, {by}>"
 
+    def _reading(self, version: Version | None) -> AbstractContextManager[HeldVersion]:
+        return self._open().reading(version)
+
+    @property
+    def _twins(self) -> Twins:
+        return self._versions.weights.twins
+
     def _open(self) -> NameVersions:
         if not self._is_open:
             raise RuntimeError(f"the subscription to {self.name!r} is closed")
         return self._versions
 
     def _newer(self, newer_than: Version | None, told: Claim | None) -> Version | None:
-        """The newest version, if it is one to return; raises where no more can come, but not of the claim ``told``."""
+        """The newest version, if newer than ``newer_than``; raises if its claim has ended, unless that is ``told``."""
         versions = self._open()
         versions.weights.check_running()
-        # The order matters: what is over now has its last version by now.
+        # Read `is_over` before the newest version: a claim that is over has its last version by then. In the other
+        # order the last version could become ready in between, and the caller would never see it.
         over = versions.machine.claim if versions.machine.is_over else None
         held = versions.newest()
         if held is not None and (newer_than is None or held.version > newer_than):

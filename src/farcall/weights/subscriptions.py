@@ -1,7 +1,7 @@
-"""The subscriptions of one node: versions that come, the blocks that they lie in, and what programs hold of them.
+"""The subscriptions of one node: arriving versions, the blocks that hold them, and the programs' leases on them.
 
-Drives the machines of names (`protocol/weights/subscriber.py`). Blocks of other processes of this host are mapped once
-each; bytes from elsewhere are fetched into blocks of this node's own (`fetcher.py`).
+Drives the machines of names (`protocol/weights/subscriber.py`). Each block of another process of this host is mapped
+once; bytes from other hosts are fetched into blocks of this node (`fetcher.py`).
 """
 
 from __future__ import annotations
@@ -42,67 +42,70 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger("farcall")
 
 ANSWER_AFTER_S = 0.001
-"""How long a lender waits for the news that a version is ready here, while the program gets it."""
+"""How long the answer to the lender is delayed when a version becomes ready, so that the program runs first."""
 
 
 class Subscriptions:
-    """What one node subscribes to.
+    """The subscriptions of one node, by name.
 
-    Mutable, under the lock of `Weights`: the names, and the blocks of others that are mapped here.
+    Mutable, under the lock of `Weights`: the names, and the mapped and refused blocks of other processes. Without a
+    lock: the leases, and the deferred work of ``_later``, which destructors append to.
     """
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         self.by_name: dict[str, NameVersions] = {}
         self.leases: dict[int, Lease] = {}
-        """On views that programs hold: kept here, since a subscription may end before them."""
-        self._borrowed: dict[tuple[int, int], BorrowedBlock] = {}
-        self._refused: set[tuple[int, int]] = set()  # blocks that cannot be mapped here, and are not offered again
+        """The leases on views that programs hold. Kept here, because the views may outlive their subscription."""
+        self.borrowed: dict[tuple[int, int], BorrowedBlock] = {}
+        """Blocks of other processes of this host that are mapped here, by their owner and number."""
+        self._refused: set[tuple[int, int]] = set()  # blocks that this process cannot map; nobody offers them again
         self._serials = itertools.count()
         self._later: deque[Callable[[], None]] = deque()
         self._later_timer = weights.node.timer(self._on_later)
         hooks = weights.node.hooks
-        # On the thread that reads, too: whoever waits for a version waits for one thread less.
+        # In order, on the thread that reads the link: a waiter for a version is woken one thread switch earlier.
         hooks.on_control(VersionPushed, self._on_pushed, in_order=True)
         hooks.on_control(BlockRetired, self._on_retired)
         hooks.on_control(BlockOffered, self._on_offered, in_order=True)
 
     def on_claim(self, name: str, claim: Claim) -> None:
-        """A member publishes ``name``."""
+        """Handle a member's claim on ``name``."""
         versions = self.by_name.get(name)
         if versions is not None:
             self.event(versions, subscriber.Claimed(claim))
 
     def on_end(self, name: str, claim: Claim, number: int) -> None:
-        """A member publishes ``name`` no more; ``number`` is the last version that comes."""
+        """Handle the end of a publication of ``name``; ``number`` is its last version."""
         versions = self.by_name.get(name)
         if versions is not None:
             self.event(versions, subscriber.Ended(claim, number))
             versions.tell()
 
     def on_gone(self, member: int) -> None:
-        """A member left or died."""
+        """Handle the loss of a member that left or died."""
         for versions in list(self.by_name.values()):
             self.event(versions, subscriber.Gone(member))
             versions.tell()
-        # After that: none of its versions becomes ready any more. Those that are ready keep the blocks they lie in.
+        # After the events: now none of its versions can become ready. Ready versions keep their blocks alive.
         with self._weights.lock:
-            self._borrowed = {key: block for key, block in self._borrowed.items() if key[0] != member}
+            self.borrowed = {key: block for key, block in self.borrowed.items() if key[0] != member}
             self._refused = {key for key in self._refused if key[0] != member}
+        self._weights.twins.close(member)
 
     def close(self) -> None:
-        """The node ends: whoever waits is to find out."""
+        """End with the node: forget all versions and wake all waiters, which then see that the node has ended."""
         with self._weights.lock:
             subscribed = list(self.by_name.values())
             self.by_name.clear()
-            self._borrowed.clear()
+            self.borrowed.clear()
             self.leases.clear()
         for versions in subscribed:
             versions.versions.clear()
             versions.tell()
 
     def subscribe(self, name: str) -> Subscription:
-        """Want the versions of ``name``, of whoever publishes it."""
+        """Subscribe to the versions of ``name``, of any publisher."""
         with self._weights.lock:
             versions = self.by_name.get(name)
             if versions is None:
@@ -114,46 +117,50 @@ class Subscriptions:
         return Subscription(versions)
 
     def end(self, versions: NameVersions) -> None:
-        """A program wants no more versions through one of its subscriptions."""
+        """End one subscription of a program; the last one of a name unsubscribes at the publisher."""
         with self._weights.lock:
             versions.users -= 1
             if versions.users or self.by_name.get(versions.name) is not versions:
                 return
             del self.by_name[versions.name]
-            # In one step: the wish of a subscription made meanwhile must be the later one.
+            # Under one lock: a subscription made meanwhile must get a higher serial than this unsubscription.
             effects = self._handle(versions, subscriber.Closed())
         self._carry_out(versions, effects)
 
     def end_later(self, versions: NameVersions) -> None:
-        """The same, for destructors: takes no lock."""
+        """Like `end`, for destructors: takes no lock."""
         self._later.append(partial(self.end, versions))
         self._later_timer.at(0.0)
 
     def on_view_death(self, lease: Lease) -> None:
-        """The last tensor over a view of a block has died: its version has one reader less. Takes no lock."""
+        """Count one reader less: the last tensor over a view has died. Takes no lock."""
         if self.leases.pop(id(lease), None) is not None:
             versions, key = lease.holder
             self._later.append(partial(self.event, versions, subscriber.LetGo(key)))
             self._later_timer.at(0.0)
 
     def _on_later(self, now: float) -> float:
-        while self._later:
-            self._later.popleft()()
+        try:
+            while self._later:
+                self._later.popleft()()
+        finally:
+            if self._later:
+                self._later_timer.at(0.0)  # one has raised, which the loop logs: run the rest in the next round
         return NEVER
 
     def event(self, versions: NameVersions, event: subscriber.Event) -> None:
-        """Have the machine of ``versions`` told, and do what follows."""
+        """Pass an event to the machine of ``versions``, and carry out the effects."""
         with self._weights.lock:
             effects = self._handle(versions, event)
         self._carry_out(versions, effects)
 
     def _handle(self, versions: NameVersions, event: subscriber.Event) -> Sequence[subscriber.Effect]:
-        """Tell the machine, and carry out what concerns memory, in the order of events: with the lock held."""
+        """Pass an event to the machine, and carry out effects on memory; the caller's lock keeps events in order."""
         effects = versions.machine.handle(event)
-        # What is ready is seen before what is dropped by it goes.
+        # The machine puts `Ready` before the `Dropped` that follow from it: readers always find a version.
         for effect in effects:
             if isinstance(effect, subscriber.Dropped):
-                # First: its blocks may be filled with others' bytes afterwards.
+                # Stop the fetch first: once released, the blocks may be filled with other bytes.
                 self._weights.fetcher.stop(versions.name, effect.key)
                 dropped = versions.versions.pop(effect.key, None)
                 if dropped is not None and dropped.own_blocks:
@@ -166,11 +173,11 @@ class Subscriptions:
         return effects
 
     def _carry_out(self, versions: NameVersions, effects: Sequence[subscriber.Effect]) -> None:
-        """Do what else follows: without the lock."""
+        """Carry out all other effects, without the lock."""
         if any(isinstance(effect, subscriber.Ready) for effect in effects):
             versions.tell()
-            # The program goes first: it needs the interpreter now, and those of other processes the cores that the
-            # answers would keep busy at the lender. Nobody waits for the rest.
+            # The program goes first. It needs the interpreter now; and the answers would keep cores busy at the lender
+            # that programs of other processes need. Nobody waits for the other effects.
             self._later.append(partial(self._tell_others, versions, effects))
             self._later_timer.at(monotonic() + ANSWER_AFTER_S)
         else:
@@ -191,6 +198,8 @@ class Subscriptions:
             if message.claim.publisher != peer.incarnation:
                 raise SerializationError("they are another's")
             manifest = decode_manifest(message.manifest)
+            if any(place.content >= len(manifest.contents) for place in message.on_devices):
+                raise SerializationError("a block of it on a device does not exist")
         except SerializationError as error:
             logger.error(
                 "%s: %s sent weights that cannot be read: %s", self._weights.node.info.name, peer.info.name, error
@@ -199,24 +208,26 @@ class Subscriptions:
         if versions is None:
             peer.control(VersionTaken(message.name, message.claim, message.number, "dropped"))
             return
-        # In one step: a block that another thread maps meanwhile would be waited for in vain.
+        # Under one lock: if another thread mapped a block between the look and `Arrived`, the machine would miss the
+        # `Mapped` and wait for that block for ever.
         with self._weights.lock:
             self._weights.directory.note(message.name, message.claim, message.number)
             blocks = None
             wanted = {(content.owner, content.block_id) for content in manifest.contents}
             if message.offered and not wanted & self._refused:
                 blocks = frozenset(block for block in wanted if self._find(*block) is None)
-            versions.versions.setdefault(key, HeldVersion(key, manifest))
+            held = versions.versions.setdefault(key, HeldVersion(key, manifest))
+            held.on_devices = message.on_devices
             effects = self._handle(versions, subscriber.Arrived(key, peer.incarnation, message.keep, blocks))
         self._carry_out(versions, effects)
 
     def _find(self, owner: int, block_id: int) -> Block | BorrowedBlock | None:
         if owner == self._weights.me:
             return self._weights.blocks.get(block_id)
-        return self._borrowed.get((owner, block_id))
+        return self.borrowed.get((owner, block_id))
 
     def _resolve(self, held: HeldVersion) -> None:
-        """Give a version that is ready its blocks, unless it was fetched and has them. With the lock held."""
+        """Give a ready version its blocks, unless it was fetched and has them. The caller holds the lock."""
         if held.blocks:
             return
         contents = held.manifest.contents
@@ -230,7 +241,7 @@ class Subscriptions:
             held.blocks = blocks
 
     def _fetch(self, versions: NameVersions, key: Key) -> None:
-        """Have the bytes of a version fetched into blocks of this node's own."""
+        """Begin to fetch the bytes of a version into blocks of this node."""
         held = versions.versions.get(key)
         lender = None if held is None else self._weights.peer(key.claim.publisher)
         if held is None or lender is None:
@@ -240,9 +251,10 @@ class Subscriptions:
         try:
             with self._weights.lock:
                 if versions.versions.get(key) is not held:
-                    return  # it was dropped this moment
+                    return  # dropped meanwhile
                 missing = self._make_room(held)
-                # With the lock held: whoever drops the version stops the fetch before its blocks are filled again.
+                # Still under the lock: a thread that drops the version then finds the fetch, and stops it before the
+                # blocks are filled again.
                 arriving = Arriving(versions.name, key, lender.incarnation, missing)
                 self._weights.fetcher.fetch(arriving, partial(self._on_fetched, versions, held, missing))
         except OSError as error:
@@ -252,7 +264,7 @@ class Subscriptions:
             self.event(versions, subscriber.Failed(key))
 
     def _make_room(self, held: HeldVersion) -> dict[Content, Block]:
-        """Blocks for the contents of a version that are to be fetched; what is here is shared. With the lock held."""
+        """Blocks for the missing contents of a version; the other contents are shared. The caller holds the lock."""
         missing = {}
         blocks: list[Block | BorrowedBlock] = []
         size = sum(content.size_bytes for content in held.manifest.contents)
@@ -278,13 +290,13 @@ class Subscriptions:
         error: Exception | None,
         borrowed: Mapping[Content, BorrowedBlock],
     ) -> None:
-        """All bytes have come, into the blocks of ``missing``; or, but for ``borrowed``, a neighbour had them."""
+        """Handle the end of a fetch: the blocks of ``missing`` are filled, or ``borrowed`` replaces them."""
         try:
             if error is not None:
                 raise error
             with self._weights.lock:
                 if versions.versions.get(held.key) is not held:
-                    return  # it was dropped meanwhile
+                    return  # dropped meanwhile
                 unused = [missing[content] for content in borrowed]
                 held.own_blocks = [block for block in held.own_blocks if block not in unused]
                 held.blocks = [
@@ -293,25 +305,25 @@ class Subscriptions:
                 ]
                 self._weights.blocks.release(unused)
             if len(borrowed) < len(missing):
-                held.verify()  # what a neighbour lends it has verified
+                held.verify()  # a neighbour has verified the contents that it lends
         except Exception as found:
             with self._weights.lock:
                 if versions.versions.get(held.key) is not held:
-                    return  # dropped: its blocks may hold something else by now
+                    return  # dropped: its blocks may hold other bytes by now, so the error says nothing
                 versions.why_not = f"version {held.version} did not arrive: {found}"
             logger.warning(
                 "%s: version %s of %r did not arrive: %s",
                 self._weights.node.info.name,
                 held.version,
                 versions.name,
-                str(found),  # not the error itself: its traceback holds the memory for as long as the log does
+                str(found),  # not the error itself: a kept log record would keep the memory by its traceback
             )
             self.event(versions, subscriber.Failed(held.key))
         else:
             self.event(versions, subscriber.Fetched(held.key))
 
     def _on_offered(self, peer: RemotePeer, message: BlockOffered) -> None:
-        """On the thread that reads: the descriptor must go with the frame."""
+        """Map an offered block. On the thread that reads the link: the next descriptor belongs to this very frame."""
         descriptor = peer.link.incoming.take_descriptor() if message.size_bytes else None
         block = (peer.incarnation, message.block_id)
         event: subscriber.Event = subscriber.Mapped(block)
@@ -320,8 +332,8 @@ class Subscriptions:
                 raise SegmentRefused("its descriptor is missing")
             mapped = BorrowedBlock(descriptor, message.size_bytes)
             with self._weights.lock:
-                if not peer.broken:  # else nobody would ever let go of it
-                    self._borrowed[block] = mapped
+                if not peer.broken:  # after `on_gone` nothing would remove the entry
+                    self.borrowed[block] = mapped
         except (SegmentRefused, OSError) as error:
             with self._weights.lock:
                 self._refused.add(block)
@@ -332,15 +344,12 @@ class Subscriptions:
 
     def _on_retired(self, peer: Peer, message: BlockRetired) -> None:
         with self._weights.lock:
-            self._borrowed.pop((peer.incarnation, message.block_id), None)
+            self.borrowed.pop((peer.incarnation, message.block_id), None)
             self._refused.discard((peer.incarnation, message.block_id))
-
-    def borrowed(self, owner: int, block_id: int) -> BorrowedBlock | None:
-        """A block of another process of this host that has been offered to this one."""
-        return self._borrowed.get((owner, block_id))
+        self._weights.twins.close(peer.incarnation, message.block_id)
 
     def find_copy(self, content: Content) -> Block | BorrowedBlock | None:
-        """Where a content lies that has come from another host, with a version that is ready."""
+        """The block of a content that was fetched from another host and belongs to a ready version."""
         for versions in self.by_name.values():
             for key in versions.machine.ready:
                 held = versions.versions[key]

@@ -1,8 +1,10 @@
-"""A version at a member that can read it: its manifest, the blocks that its bytes lie in, and tensors over them."""
+"""A version at a member that can read it: its manifest, the blocks that hold its bytes, and tensors over them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -10,17 +12,25 @@ import torch
 
 from farcall.errors import CorruptWeights, SerializationError
 from farcall.protocol.frames import RESPONSE, Frame
-from farcall.protocol.weights.messages import Key
+from farcall.protocol.weights.messages import Key, OnDevice
 from farcall.serialize import read_value
 from farcall.weights.checksums import checksum
 from farcall.weights.manifest import Manifest, Path
 from farcall.weights.memory import Block, BorrowedBlock
 
+_NO_VIEW_TRACKING: Callable[[], AbstractContextManager[None]] | None
+try:
+    _NO_VIEW_TRACKING = partial(
+        torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+    )
+except AttributeError:  # private names of torch, which may change
+    _NO_VIEW_TRACKING = None
+
 
 class Version(NamedTuple):
-    """A version of published weights; a later one is greater.
+    """A version of published weights; later versions compare greater.
 
-    The epoch grows with each publisher that takes the name over, the number with each push.
+    The epoch grows with each publisher that takes over the name, the number with each push.
     """
 
     epoch: int
@@ -31,7 +41,7 @@ class Version(NamedTuple):
 
 
 class WeightsMetrics(msgspec.Struct, frozen=True, array_like=True):
-    """One name that a worker publishes, or subscribes to."""
+    """The metrics of one name that a worker publishes or subscribes to."""
 
     name: str
     role: str
@@ -42,35 +52,40 @@ class WeightsMetrics(msgspec.Struct, frozen=True, array_like=True):
     number: int
     """The newest version pushed here, or ready here; 0: none yet."""
     size_bytes: int
-    """Of the tensors of that version."""
+    """The size of that version's tensors."""
     versions: int
-    """How many are kept here."""
+    """How many versions this worker keeps."""
     total: int
-    """How many were pushed here, or became the newest one here, so far."""
+    """How many versions were pushed here, or became the newest here, so far."""
 
 
 class HeldVersion:
-    """A version that is ready, or arrives; ``blocks`` are in the order of the manifest's contents."""
+    """A version that is ready or arriving; ``blocks`` are in the order of the manifest's contents.
+
+    Mutable: all fields but the key and the manifest; they are filled in as the version arrives.
+    """
 
     def __init__(self, key: Key, manifest: Manifest) -> None:
         self.key: Key = key
         self.manifest: Manifest = manifest
         self.blocks: Sequence[Block | BorrowedBlock] = ()
         self.own_blocks: list[Block] = []
-        """Those of this node's own that its bytes were fetched into."""
+        """The blocks of this node that its bytes were fetched into."""
+        self.on_devices: Sequence[OnDevice] = ()
+        """The contents that also lie in device memory of the publisher."""
         self.was_fetched: bool = False
-        """Does it lie in copies, here or at a neighbour, and not in the memory of its publisher?"""
+        """Is it a copy, here or at a neighbour, rather than the publisher's own memory?"""
         self.fault: str = ""
-        """Why it cannot be read, though it is complete."""
+        """Why programs cannot read it, although it is complete."""
         self._values: list[Any] | None = None
 
     @property
     def version(self) -> Version:
-        """What programs call it."""
+        """The version's identity in the public API."""
         return Version(self.key.claim.epoch, self.key.number)
 
     def verify(self) -> None:
-        """Compare all bytes with their checksums."""
+        """Compare all bytes with their checksums; raises `CorruptWeights`."""
         layout = self.manifest.layout
         for index, (storage, wanted) in enumerate(zip(layout.storages, self.manifest.checksums, strict=True)):
             if not storage.size_bytes:
@@ -81,7 +96,7 @@ class HeldVersion:
                 raise CorruptWeights(f"version {self.version}: the bytes of {names} are not those that were pushed")
 
     def values(self) -> dict[Path, Any]:
-        """The values that are no tensors. Read at first use, under the rules of `farcall.allow`."""
+        """The values that are not tensors. Decoded at first use, under the rules of `farcall.allow`."""
         manifest, paths = self.manifest, self.manifest.layout.value_paths
         if self._values is None:
             frame = Frame(RESPONSE, payload=manifest.values)
@@ -89,33 +104,44 @@ class HeldVersion:
             self._values = read_value(frame) if paths else []
         return dict(zip(paths, self._values, strict=True))
 
-    def tensors(self, views: Sequence[memoryview]) -> list[torch.Tensor]:
-        """The tensors, in the manifest's order, over ``views`` of the blocks: no copies."""
+    def tensors(self, views: Sequence[memoryview | torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors, in the manifest's order, over ``views`` of the contents, without copies."""
         layout = self.manifest.layout
-        # Of each block and dtype one tensor, so that tied ones share torch's storage.
+        # One tensor for each block and dtype, so that tied tensors share torch's storage.
         wholes: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        found: list[torch.Tensor | None] = [None] * len(layout.tensors)
+        found: list[Any] = [None] * len(layout.tensors)
         for run in layout.runs:
             whole = wholes.get((run.content, run.dtype))
             if whole is None:
                 view = views[run.content]
-                whole = torch.frombuffer(view, dtype=run.dtype, count=view.nbytes // run.dtype.itemsize)
+                count = view.nbytes // run.dtype.itemsize
+                if isinstance(view, torch.Tensor):
+                    whole = view[: count * run.dtype.itemsize].view(run.dtype)
+                else:
+                    whole = torch.frombuffer(view, dtype=run.dtype, count=count)
                 wholes[run.content, run.dtype] = whole
             if len(run.tensors) == 1:
                 found[run.tensors[0]] = torch.as_strided(whole, run.shape, run.strides, run.offset)
                 continue
             shape, strides = (len(run.tensors), *run.shape), (run.pitch, *run.strides)
-            for index, tensor in zip(
-                run.tensors, torch.as_strided(whole, shape, strides, run.offset).unbind(), strict=True
-            ):
-                found[index] = tensor
-        return [
-            torch.empty(place.shape, dtype=layout.dtype_of(place)) if tensor is None else tensor
-            for place, tensor in zip(layout.tensors, found, strict=True)
-        ]
+            # Make independent tensors: torch forbids in-place changes, with an operand that requires grad, to views
+            # that one call returned together. (`detach` of each view would take as long again.)
+            with nullcontext() if _NO_VIEW_TRACKING is None else _NO_VIEW_TRACKING():
+                tensors = torch.as_strided(whole, shape, strides, run.offset).unbind()
+            if _NO_VIEW_TRACKING is None:
+                tensors = tuple(tensor.detach() for tensor in tensors)
+            if run.is_unbroken:
+                found[run.tensors[0] : run.tensors[-1] + 1] = tensors
+            else:
+                for index, tensor in zip(run.tensors, tensors, strict=True):
+                    found[index] = tensor
+        for index in layout.empty:
+            place = layout.tensors[index]
+            found[index] = torch.empty(place.shape, dtype=layout.dtype_of(place))
+        return found
 
     def nested(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Tensors and other values in the containers that they were published in."""
+        """The tensors and the other values, nested in their containers as they were published."""
         layout = self.manifest.layout
         if layout.keys is not None:
             return dict(zip(layout.keys, tensors, strict=True))
@@ -129,7 +155,7 @@ class HeldVersion:
                 continue
             parent = made[path[:-1]]
             if isinstance(parent, list):
-                # Containers and leaves come in two rows: put each where it belongs.
+                # Containers come before leaves, so a list is not filled in order: extend it to each index.
                 index = int(path[-1])
                 if not 0 <= index < len(made) + len(leaves):
                     raise SerializationError(f"version {self.version}: no list has a place {index}")

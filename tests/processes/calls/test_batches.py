@@ -172,7 +172,7 @@ class Actor:
 
     def plain(self, number: int) -> int:
         self._look()
-        return self.doubled(number)  # type: ignore[no-any-return]
+        return self.doubled(number) + 0 * self.tripled(number)  # type: ignore[no-any-return]
 
 
 def test_a_batch_of_an_actor_has_a_turn_of_its_own(nodes: list[farcall.Node]) -> None:
@@ -231,11 +231,56 @@ def test_what_was_cancelled_is_left_out(nodes: list[farcall.Node]) -> None:
 
 def test_called_here_it_gives_the_result(nodes: list[farcall.Node]) -> None:
     assert nodes[0]["w1"].call(call_here, 4) == 8
-    assert Model(2.0).infer(torch.tensor(1.0)) == 2.0  # without a cluster
+    assert nodes[0]["w1"].call(call_coroutine_here, 4) == 8
+    with pytest.raises(RpcError, match=r"doubled_async\(\) is a batched async def, called on an event loop"):
+        nodes[0]["w1"].call(call_here_on_the_loop, 4)  # its batch runs on that very loop: neither would end
+
+
+def test_without_a_cluster_it_runs_alone() -> None:
+    assert Model(2.0).infer(torch.tensor(1.0)) == 2.0
+    assert doubled_async(4) == 8
+    with pytest.raises(ValueError, match="13 is a bad number"):
+        told_apart(13)
+    with pytest.raises(RpcError, match="returned 0 results"):
+        too_few(1)
 
 
 def call_here(number: int) -> int:
     return doubled(number)
+
+
+def call_coroutine_here(number: int) -> int:
+    return doubled_async(number)
+
+
+async def call_here_on_the_loop(number: int) -> int:
+    return doubled_async(number)
+
+
+class Sealed:
+    """No bytes can be made of it."""
+
+    def __reduce__(self) -> str:
+        raise asyncio.CancelledError
+
+
+@farcall.batched(max_size=4, within_s=AT_ONCE_S)
+def sealed(numbers: list[int]) -> list[object]:
+    return [Sealed() if number == 1 else number for number in numbers]
+
+
+def seal() -> Sealed:
+    return Sealed()
+
+
+def test_a_result_that_cannot_be_sent_fails_alone(nodes: list[farcall.Node]) -> None:
+    for _ in range(2):  # the queue lives on
+        futures = [nodes[0]["w1"].start(sealed, number) for number in range(4)]
+        with pytest.raises(RpcError, match="CancelledError"):
+            futures[1].result(LONG_S)
+        assert [futures[number].result(LONG_S) for number in (0, 2, 3)] == [0, 2, 3]
+    with pytest.raises(RpcError, match="CancelledError"):
+        nodes[0]["w1"].call(seal)
 
 
 def test_nonsense_is_refused(nodes: list[farcall.Node]) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from time import monotonic
+from typing import Any
 
 import pytest
 from tests.kit.team import team
@@ -16,7 +17,7 @@ from tests.kit.waiting import wait_until
 from tests.processes.calls.callees import Gate, add, fail, whoami
 
 import farcall
-from farcall.errors import Cancelled, Delivery, RpcTimeout
+from farcall.errors import Cancelled, Delivery, NotPicklable, RpcTimeout
 from farcall.rpc.future import Future
 
 
@@ -157,6 +158,28 @@ def test_gather_gives_results_in_order_and_the_first_error_at_once(ps: farcall.W
         several.result()
     for index in range(3):
         Gate.open(f"gathered {index}")
+
+
+def numbers() -> Iterator[int]:
+    yield 1
+
+
+def test_a_newcomers_mistakes_are_told_with_the_right_way(ps: farcall.Worker) -> None:
+    wrong: Any = farcall
+    future = ps.start(add, 1, 2)
+    with pytest.raises(TypeError, match=r"not a list: write gather\(\*futures\)"):
+        wrong.gather([future])
+    with pytest.raises(TypeError, match="as_completed takes futures of farcall, not a int"):
+        wrong.as_completed([3])
+    with pytest.raises(TypeError, match=r"not one str: workers=\[...\]"):
+        wrong.map(add, [1], workers="w1")
+    with pytest.raises(AttributeError, match=r"no attribute 'imag'; a method of its value is called by rref.call.imag"):
+        assert ps.create(add, 1, 2).imag  # type: ignore[attr-defined]
+    with pytest.raises(NotPicklable, match=r"read as a stream: farcall.worker\(name\).stream"):
+        ps.call(numbers)
+    with pytest.raises(NotPicklable, match=r"travel as a stream: farcall.outgoing"):
+        ps.call(sum, numbers())
+    assert future.result() == 3
 
 
 def test_a_future_that_becomes_done_while_it_is_gathered_counts_once(

@@ -72,6 +72,15 @@ def failing_after(items: int) -> Iterator[int]:
     raise ValueError("as you wish")
 
 
+async def cancelled_after(items: int) -> AsyncIterator[int]:
+    """Awaits a task of its own that somebody has cancelled."""
+    for index in range(items):
+        yield index
+    task = asyncio.ensure_future(asyncio.sleep(LONG_S))
+    task.cancel()
+    await task
+
+
 def various(size: int) -> Iterator[Any]:
     buffer = torch.zeros(size)
     for index in range(20):
@@ -143,6 +152,13 @@ def test_an_error_comes_after_the_items_before_it(ps: farcall.Worker, items: int
     with pytest.raises(ValueError, match="as you wish"):
         next(stream)
     with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_a_generator_that_was_cancelled_from_within_has_not_ended_well(ps: farcall.Worker) -> None:
+    stream = ps.stream(cancelled_after, 5)
+    assert [next(stream) for _ in range(5)] == list(range(5))
+    with pytest.raises(RpcError, match="CancelledError"):
         next(stream)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.kit.type_check import run_mypy
 from tests.kit.waiting import wait_until
 from tests.processes.calls.callees import Gate
 from tests.processes.references.callees import Counter, add, boom, count, identity, nothing_is_left
@@ -182,8 +181,7 @@ def test_references_are_generic_under_mypy(tmp_path: Path) -> None:
             """
         )
     )
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(tmp_path)]
-    done = subprocess.run([*command, str(program)], capture_output=True, text=True, timeout=280)
+    done = run_mypy(program, "--no-error-summary")
     lines = [line.partition(": ")[2].replace("builtins.", "") for line in done.stdout.splitlines()]
     assert lines[:2] == ['note: Revealed type is "int"', 'note: Revealed type is "list[str]"'], done.stdout
     assert ["error" in line for line in lines[2:]] == [True], done.stdout

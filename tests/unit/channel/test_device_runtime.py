@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def test_errors_are_raised_and_do_not_stay(what: str) -> None:
 def test_without_the_library_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "0.0")
     monkeypatch.setattr(torch.version, "hip", None)
-    assert device_runtime._loaded.__wrapped__() is None
+    assert device_runtime.loaded_runtime.__wrapped__() is None
 
 
 def test_it_is_used_only_on_the_streams_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +99,31 @@ def test_it_is_used_only_on_the_streams_device(monkeypatch: pytest.MonkeyPatch) 
     inner = Inner()
     own = object()
     monkeypatch.setattr(device_runtime, "_C", inner)
-    monkeypatch.setattr(device_runtime, "_loaded", lambda: own)
+    monkeypatch.setattr(device_runtime, "loaded_runtime", lambda: own)
     assert device_runtime.runtime_for(Stream()) is own  # type: ignore[arg-type]
     inner.device = 0
     assert device_runtime.runtime_for(Stream()) is None  # type: ignore[arg-type]
+
+
+def test_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[int] = []
+
+    def enter(device: int) -> Any:
+        entered.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    library, letting_go = Library([]), Library([0, 1, 0, 1])
+    own = DeviceRuntime(library, "cuda", letting_go)  # type: ignore[arg-type]
+    assert own.pin(10, 20, 3, writable=True)
+    assert not own.pin(30, 40, 4, writable=False)
+    own.unpin(10, 3)
+    own.unpin(30, 4)
+    assert entered == [3, 4, 3, 4]
+    assert letting_go.log == [
+        ("cudaHostRegister", 10, 20, 1),
+        ("cudaHostRegister", 30, 40, 9),
+        ("cudaHostUnregister", 10),
+        ("cudaHostUnregister", 30),
+    ]
+    assert library.log == [("cudaGetLastError",)] * 2, "or torch would take it for an error of its own"

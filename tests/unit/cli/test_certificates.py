@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import ssl
 import stat
 import sys
@@ -14,8 +15,10 @@ from farcall.cli.certificates import make_certificates
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
+    monkeypatch.delitem(sys.modules, "farcall.cli.certificates")
+    certificates = importlib.import_module("farcall.cli.certificates")
     with pytest.raises(SystemExit, match=r"farcall\[tls\]"):
-        make_certificates(tmp_path, ["host"])
+        certificates.make_certificates(tmp_path, ["host"])
 
 
 @pytest.mark.parametrize("host", ["", "../host", "ca", ".."])
@@ -47,6 +50,27 @@ def test_files_and_who_may_read_them(tmp_path: Path) -> None:
         names = ssl._ssl._test_decode_cert(str(certificate))["subjectAltName"]  # type: ignore[attr-defined]
         assert ("DNS", "w0") in names
         assert host in [name for _, name in names]
+
+
+def test_a_key_that_is_not_the_authoritys(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import rsa
+
+    make_certificates(tmp_path / "one", ["host"])
+    make_certificates(tmp_path / "other", ["host"])
+    key_file = tmp_path / "one" / "ca.key"
+    key_file.write_bytes((tmp_path / "other" / "ca.key").read_bytes())
+    with pytest.raises(SystemExit, match=r"ca\.key is not the key of ca\.pem"):
+        make_certificates(tmp_path / "one", ["host"])
+    another_kind = rsa.generate_private_key(65537, 2048)
+    pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    key_file.write_bytes(another_kind.private_bytes(pem, form, serialization.NoEncryption()))
+    with pytest.raises(SystemExit, match="on an elliptic curve"):
+        make_certificates(tmp_path / "one", ["host"])
+    key_file.write_bytes(another_kind.private_bytes(pem, form, serialization.BestAvailableEncryption(b"word")))
+    with pytest.raises(SystemExit, match="cannot use the authority"):
+        make_certificates(tmp_path / "one", ["host"])
 
 
 def test_called_again_it_keeps_the_authority_and_renews_the_rest(tmp_path: Path) -> None:

@@ -33,18 +33,6 @@ def test_points_are_the_same_for_the_same_seed_and_few_are_held_out_twice() -> N
     assert not torch.equal(training.held_out()[0][:100], points)
 
 
-def test_a_shared_layer_lets_its_weights_change_between_forward_and_backward() -> None:
-    layer = training.SharedLinear(2, 2)
-    inputs = torch.ones(1, 2, requires_grad=True)
-    loss = layer(inputs).sum()
-    before = layer.weight.detach().clone()
-    with torch.no_grad():
-        layer.weight.add_(1.0)  # another trainer's optimizer
-    loss.backward()
-    assert inputs.grad is not None
-    assert torch.allclose(inputs.grad[0], before.sum(0))
-
-
 def test_losses_are_those_of_the_first_and_the_last_steps() -> None:
     found = figures()
     assert found.loss_at_first() == pytest.approx((1 + 1 / 2 + 1 / 3 + 1 / 4) / 4)

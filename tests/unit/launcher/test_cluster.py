@@ -11,8 +11,8 @@ from farcall.launcher.supervisor import Supervised
 def workers(size: int, running: int) -> list[Supervised]:
     made = [Supervised(f"worker{rank}", rank, Restarts()) for rank in range(size)]
     for one in made[:running]:
-        one.life.handle(Event.JOINED, 0, 0.0)
-        one.life.handle(Event.PREPARED, 0, 0.0)
+        one.life.handle(Event.JOINED, 0.0)
+        one.life.handle(Event.PREPARED, 0.0)
     return made
 
 
@@ -22,7 +22,7 @@ def test_the_bar_names_the_first_that_is_missing() -> None:
     assert status_of(found) == "[#####...............] 1 of 4 workers run; worker1: pending in Slurm: Priority"
     found[1].process = ProcessState("running", "srun on node7")
     assert status_of(found).endswith("worker1: joining, srun on node7")
-    found[1].life.handle(Event.JOINED, 0, 0.0)
+    found[1].life.handle(Event.JOINED, 0.0)
     assert status_of(found) == "[#####...............] 1 of 4 workers run; worker1: preparing"
 
 

@@ -16,7 +16,7 @@ TWICE = Restarts(most=2, first_pause_s=1.0, longest_pause_s=1.5)
 def life_that(*events: Event, restarts: Restarts = TWICE) -> Life:
     made = Life(restarts)
     for event in events:
-        assert made.handle(event, made.number, now=0.0, why="it broke")
+        assert made.handle(event, now=0.0, why="it broke")
     return made
 
 
@@ -34,20 +34,20 @@ def test_the_page_is_the_table() -> None:
 def test_what_is_not_in_the_table_changes_nothing(state: State, event: Event) -> None:
     life = Life(TWICE)
     life.state = state
-    assert life.handle(event, 0, 0.0) is ((state, event) in NEXT)
+    assert life.handle(event, 0.0) is ((state, event) in NEXT)
     assert (life.state is state) is ((state, event) not in NEXT)
 
 
 def test_it_comes_back_with_growing_pauses_as_often_as_allowed() -> None:
     life = life_that(*RUNS)
-    assert life.handle(Event.FAILED, 0, now=10.0, why="was ended by SIGKILL")
+    assert life.handle(Event.FAILED, now=10.0, why="was ended by SIGKILL")
     assert (life.state, life.due_at, life.why) == (State.BACKING_OFF, 11.0, "was ended by SIGKILL")
-    assert life.handle(Event.DUE, 0, now=11.0)
+    assert life.handle(Event.DUE, now=11.0)
     assert (life.state, life.number, life.due_at) == (State.STARTING, 1, None)
-    assert life.handle(Event.FAILED, 1, now=20.0)  # a start that fails counts like any other failure
+    assert life.handle(Event.FAILED, now=20.0)  # a start that fails counts like any other failure
     assert (life.state, life.due_at) == (State.BACKING_OFF, 21.5)
-    assert life.handle(Event.DUE, 1, now=21.5)
-    assert life.handle(Event.FAILED, 2, now=30.0)
+    assert life.handle(Event.DUE, now=21.5)
+    assert life.handle(Event.FAILED, now=30.0)
     assert life.state is State.DEAD
 
 
@@ -62,13 +62,6 @@ def test_without_restarts_a_failure_is_the_end() -> None:
     assert life.is_over
 
 
-def test_news_of_an_earlier_life_change_nothing() -> None:
-    life = life_that(*RUNS, Event.FAILED, Event.DUE)
-    assert not life.handle(Event.FAILED, 0, 0.0)
-    assert not life.handle(Event.JOINED, 0, 0.0)
-    assert life.handle(Event.JOINED, 1, 0.0)
-
-
 def test_an_end_in_good_order_is_no_failure() -> None:
     assert life_that(*RUNS, Event.FINISHED).state is State.ENDED
 
@@ -76,7 +69,7 @@ def test_an_end_in_good_order_is_no_failure() -> None:
 def test_who_is_removed_while_it_backs_off_stays_away() -> None:
     life = life_that(*RUNS, Event.FAILED, Event.REMOVED)
     assert (life.state, life.due_at) == (State.ENDED, None)
-    assert not life.handle(Event.DUE, 0, 0.0)
+    assert not life.handle(Event.DUE, 0.0)
 
 
 def test_a_dead_worker_can_be_removed() -> None:

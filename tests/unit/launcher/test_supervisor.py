@@ -83,7 +83,7 @@ class Scene:
 
     def __init__(self, restarts: Restarts) -> None:
         self.engine, self.crew = FakeEngine(), FakeCrew()
-        self.supervisor = Supervisor(self.engine, self.crew, restarts, start_timeout_s=1000.0)
+        self.supervisor = Supervisor(self.engine, self.crew, restarts=restarts, start_timeout_s=1000.0)
 
     def add(self) -> None:
         (self.worker,) = self.supervisor.add([("worker0", 0)])
@@ -124,6 +124,7 @@ def test_it_joins_runs_dies_and_comes_back(scene: Scene) -> None:
     scene.supervisor.on_state(first, ProcessState("ended", "", -9))  # late news of the first change nothing
     scene.member("joined", "b")
     scene.is_in("running")
+    scene.member("dead", "a", "news that come late")  # nor do they of its membership
     scene.supervisor.on_state(second, ProcessState("ended", "", 3))
     scene.is_in("dead")
     assert scene.worker.account() == "ended with exit code 3"

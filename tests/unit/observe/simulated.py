@@ -90,6 +90,8 @@ class SimulatedObserver:
                 interruptions=0,
                 reconnects=int(rank % 11 == 0),
                 frames_sent_again=0,
+                links_joined=0,
+                links_parted=0,
                 peers_lost=0,
                 members={},
                 cpu_s=(0.1 + 0.2 * (rank % 7)) * (time.monotonic() - self._started_at),

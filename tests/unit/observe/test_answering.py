@@ -39,8 +39,11 @@ class FakePeer(RemotePeer):
     __slots__ = ("__dict__",)
 
     def __init__(self) -> None:
-        super().__init__(WorkerInfo("w1", 1), "1f", True, lambda write: write(), WorkerInfo("w0", 0), lambda *_: None)
+        super().__init__(
+            WorkerInfo("w1", 1), 0x1F, 1, lambda write: write(), WorkerInfo("w0", 0), lambda *_: None, lambda peer: None
+        )
         self.link: Any = FakeLink()
+        self.linked = True
         self.sent: list[Any] = []
 
     def control(self, message: Any, more: bool = False) -> None:

@@ -50,6 +50,8 @@ def metrics(up_s: float, called: Histogram, sent_bytes: int = 0, failed: int = 0
         interruptions=3,
         reconnects=2,
         frames_sent_again=4,
+        links_joined=0,
+        links_parted=0,
         peers_lost=0,
         members={"dead": 1},
     )

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from farcall.observe.observer import NothingToObserve, Observer
-from farcall.observe.presence import Presence, PresenceFile, find_nodes, namespace, process_start
+from farcall.observe.presence import Presence, PresenceFile, find_nodes, process_start
 from farcall.options import ObservingOptions, RpcBackendOptions
-from farcall.private_files import runtime_directory
+from farcall.private_files import pid_namespace, runtime_directory
 
 
 def presence(process_id: int | None = None, start: str | None = None, name: str = "w0", **changes: str) -> Presence:
     process_id = os.getpid() if process_id is None else process_id
-    fields = {"cluster_id": "c", "key": "00", "namespace": namespace(), **changes}
+    fields = {"cluster_id": "c", "key": "00", "namespace": pid_namespace(), **changes}
     start = process_start(process_id) if start is None else start
     return Presence(name, 0, fields["cluster_id"], (), fields["key"], process_id, start, fields["namespace"], 1.0)
 
@@ -59,7 +59,7 @@ def test_so_is_that_of_a_process_whose_number_another_has_now(tmp_path: Path) ->
 
 def test_of_another_container_nothing_is_known(tmp_path: Path) -> None:
     directory = tmp_path / "farcall"
-    PresenceFile(directory, presence(start="1", namespace="pid:[1]"))
+    PresenceFile(directory, presence(start="1", namespace=1))
     assert len(find_nodes(directory)) == 1
 
 

@@ -153,8 +153,8 @@ def test_who_has_not_moved() -> None:
 
 def test_names_of_functions() -> None:
     assert function_title(b"papp.models\0Layer.forward") == "Layer.forward"
-    assert function_title(b"pfarcall.rpc.owner_methods\0methods.of_push") == "rref.push"
-    assert function_title(b"pfarcall.rpc.owner_methods\0fetch") == "rref.to_here"
+    assert function_title(b"pfarcall.rpc.owned_values\0methods.of_push") == "rref.push"
+    assert function_title(b"pfarcall.rpc.owned_values\0fetch") == "rref.to_here"
     assert function_title(b"oaten::add.Tensor") == "aten::add.Tensor"
     assert function_title(b"k\x80\x05whatever", "partial") == "partial"
     assert function_title(b"") == "(pickled function)"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from farcall.protocol.chunks import LARGEST_CHUNK_BYTES, QUICK_S, SLOW_S, SMALLEST_CHUNK_BYTES, ChunkSize, LargeMessage
+from farcall.protocol.chunks import CHUNK_S, LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, ChunkSize, LargeMessage
+from farcall.protocol.frame_decoder import BETWEEN_CHUNKS_BYTES, FrameDecoder, FrameError
 from farcall.protocol.frames import (
-    BETWEEN_CHUNKS_BYTES,
     CHUNK,
     HEADER,
     LARGE_BYTES,
@@ -15,8 +15,6 @@ from farcall.protocol.frames import (
     REQUEST,
     VERSION,
     Frame,
-    FrameDecoder,
-    FrameError,
     Piece,
     encode_frame,
     encode_small,
@@ -174,15 +172,27 @@ def test_what_makes_no_message_is_refused(data: bytes, why: str) -> None:
         feed(FrameDecoder(), data + bytes(100))
 
 
-def test_chunks_are_as_large_as_they_leave_quickly() -> None:
+@pytest.mark.parametrize(
+    ("bytes_per_s", "wanted"),
+    [
+        (1e6, SMALLEST_CHUNK_BYTES),
+        (4 * SMALLEST_CHUNK_BYTES / CHUNK_S, 4 * SMALLEST_CHUNK_BYTES),
+        (1e10, LARGEST_CHUNK_BYTES),
+    ],
+)
+def test_chunks_are_as_large_as_they_leave_quickly(bytes_per_s: float, wanted: int) -> None:
     size = ChunkSize()
-    for _ in range(10):
-        size.took(size.size_bytes, SLOW_S * 2)
+    size.took(SMALLEST_CHUNK_BYTES, 0.0)  # a clock may stand still for so long
+    for _ in range(100):
+        size.took(size.size_bytes, 0.999 * size.size_bytes / bytes_per_s)
+        size.took(0, 0.0)  # nothing of it had to be written again
+    assert size.size_bytes == wanted
+
+
+def test_chunks_stay_small_on_a_slow_link_whose_kernel_takes_many_bytes_at_once() -> None:
+    size = ChunkSize()
+    for _ in range(100):
+        size.took(size.size_bytes, 0.1 * CHUNK_S)  # there was room
+        size.took(size.size_bytes, 2 * size.size_bytes / (SMALLEST_CHUNK_BYTES / CHUNK_S))
+        assert size.size_bytes <= 4 * SMALLEST_CHUNK_BYTES
     assert size.size_bytes == SMALLEST_CHUNK_BYTES
-    size.took(size.size_bytes, (QUICK_S + SLOW_S) / 2)
-    assert size.size_bytes == SMALLEST_CHUNK_BYTES
-    size.took(100, QUICK_S / 2)  # the rest of a message: that says nothing
-    assert size.size_bytes == SMALLEST_CHUNK_BYTES
-    for _ in range(10):
-        size.took(size.size_bytes, QUICK_S / 2)
-    assert size.size_bytes == LARGEST_CHUNK_BYTES

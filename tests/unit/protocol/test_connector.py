@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from farcall.protocol.backoff import Backoff
 from farcall.protocol.connector import (
     ANSWERS,
     KNOCK_PAUSES_S,
+    LONGEST_ATTEMPT_S,
     REFUSED_PAUSE_S,
     STEPS,
     Answer,
@@ -18,6 +21,7 @@ from farcall.protocol.connector import (
     Ended,
     Goal,
     Outcome,
+    Parting,
     Step,
     Tried,
 )
@@ -102,7 +106,7 @@ def test_a_member_that_others_hear_is_tried_beyond_its_time() -> None:
     attempt(machine, Outcome.SILENT, 0.5)
     (begun,) = machine.handle(Due(is_member=True), 2.0)
     assert isinstance(begun, Attempt)
-    assert begun.bound_s > 0
+    assert begun.bound_s == LONGEST_ATTEMPT_S  # it may be stopped: what is given up stays in its kernel's queue
     assert machine.handle(Tried(Outcome.SILENT, "no answer"), 2.5) == []
     assert machine.handle(Due(), machine.next_deadline() or 0.0) == [Ended(Step.OUT_OF_TIME, "no answer")]
 
@@ -203,3 +207,39 @@ def test_only_the_end_that_dialled_comes_back_and_only_the_other_asks_for_it() -
         (Remind, True): Answer.DIAL,
         (Remind, False): Answer.NOT_OURS,
     } == ANSWERS
+
+
+def test_after_parting_either_end_may_come_back_and_dials_from_then_on() -> None:
+    bond = Bond("s", dialled=True, now=0.0, jitter=Plain())
+    assert bond.answer(Resume, is_lower=True) is Answer.NOT_ITS
+    bond.part(Parting.AGREED)
+    for is_lower, bond.dialled in product((False, True), repeat=2):
+        assert bond.answer(Resume, is_lower=is_lower) is Answer.RESUME
+        assert bond.answer(Remind, is_lower=is_lower) is Answer.DIAL
+    bond.dialled = False
+    dial = bond.rejoin(10.0, 60.0)
+    assert bond.dialled
+    assert dial.goal is Goal.RESUME
+    assert dial.next_deadline() == 10.0
+    bond.restore(3, 11.0)
+    assert bond.parting is Parting.NO
+
+
+@pytest.mark.parametrize(
+    ("purpose", "dialled", "of_lower", "of_higher"),
+    [
+        (Resume, False, Answer.RESUME, Answer.RESUME),
+        (Resume, True, Answer.RESUME, Answer.CROSSED),  # both dial: one of them is let in
+        (Remind, True, Answer.DIAL, Answer.DIAL),
+        (Remind, False, Answer.CROSSED, Answer.DIAL),  # both wait: one of them dials
+    ],
+)
+def test_once_two_have_parted_they_never_both_refuse_nor_both_wait(
+    purpose: type[Resume] | type[Remind], dialled: bool, of_lower: Answer, of_higher: Answer
+) -> None:
+    """Who dials changes with each parting. Where a dial failed on the way, the ends may differ about it."""
+    bond = Bond("s", dialled=dialled, now=0.0, jitter=Plain())
+    bond.part(Parting.AGREED)
+    bond.restore(3, 11.0)
+    assert bond.answer(purpose, is_lower=True) is of_lower
+    assert bond.answer(purpose, is_lower=False) is of_higher

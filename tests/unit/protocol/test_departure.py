@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import pytest
 
-from farcall.protocol.departure import (
-    ACKNOWLEDGE_GRACE_S,
-    LOST_LINK_GRACE_S,
-    MAX_LATE_NAMED,
-    STATUS_INTERVAL_S,
-    Departure,
-    DepartureState,
+from farcall.protocol.departure.events import (
     Effect,
     Event,
     Finished,
@@ -27,6 +21,15 @@ from farcall.protocol.departure import (
     Send,
     TimedOut,
 )
+from farcall.protocol.departure.machine import (
+    ACKNOWLEDGE_GRACE_S,
+    LOST_LINK_GRACE_S,
+    MAX_LATE_NAMED,
+    STATUS_INTERVAL_S,
+    Departure,
+    DepartureState,
+    still_busy,
+)
 from farcall.protocol.messages import (
     DepartureAcknowledged,
     DepartureProbe,
@@ -38,10 +41,13 @@ from farcall.protocol.messages import (
 class Cluster:
     """Some machines, the messages between them, and what else they asked for."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, neighbours: Mapping[int, Collection[int]] | None = None) -> None:
+        """``neighbours``: by rank; None: all are each other's."""
         self.now = 100.0
         members = {rank: f"worker{rank}" for rank in range(count)}
         self.nodes = {rank: Departure(rank, members) for rank in members}
+        for rank, near in (neighbours or {}).items():
+            self.nodes[rank] = Departure(rank, members, lambda near=near: near)  # type: ignore[misc]
         self.wire: list[tuple[int, Send]] = []
         self.asked: dict[int, list[Effect]] = {rank: [] for rank in members}
         self.cut: set[frozenset[int]] = set()
@@ -136,13 +142,13 @@ def test_work_between_the_two_looks_needs_a_third() -> None:
     cluster.feed(1, LocalEntered(0))
     sender, report = cluster.wire.pop()
     cluster.feed(0, Received(sender, report.message))
-    assert [send.message for _, send in cluster.wire] == [DepartureProbe(1)]
+    assert [send.message for _, send in cluster.wire] == [DepartureProbe(1, [])]
     cluster.feed(1, LocalBusy(1))
     cluster.feed(1, LocalIdle(6))  # idle at both looks, but not in between
     cluster.feed(1, Received(0, cluster.wire.pop()[1].message))
     cluster.feed(0, Received(1, cluster.wire.pop()[1].message))
     assert cluster.nodes[0].state is DepartureState.WAITING
-    assert [send.message for _, send in cluster.wire] == [DepartureProbe(2)]
+    assert [send.message for _, send in cluster.wire] == [DepartureProbe(2, [])]
     cluster.deliver()
     assert cluster.finished() == {0, 1}
 
@@ -188,8 +194,9 @@ def test_the_coordinators_own_work_stops_the_round() -> None:
 # --- duplicates and disorder ---------------------------------------------------------------------------
 
 
-def report(sequence: int, round_number: int = 0, calls: int = 0, activity: int = 0) -> DepartureReport:
-    return DepartureReport(sequence, round_number, True, calls, activity, [], False)
+def report(sequence: int, round_number: int = 0, calls: int = 0, activity: int = 0, rank: int = 1) -> DepartureReport:
+    late = [(rank, still_busy(calls))] if calls else []
+    return DepartureReport(sequence, round_number, [rank], not calls, activity, late, 0, False)
 
 
 def test_an_old_report_does_not_replace_a_newer_one() -> None:
@@ -199,7 +206,7 @@ def test_an_old_report_does_not_replace_a_newer_one() -> None:
     cluster.feed(0, Received(1, report(1)))
     assert cluster.wire == []
     cluster.feed(0, Received(1, report(3)))
-    assert [send.message for _, send in cluster.wire] == [DepartureProbe(1)]
+    assert [send.message for _, send in cluster.wire] == [DepartureProbe(1, [])]
 
 
 def test_an_answer_to_an_old_round_does_not_end_the_new_one() -> None:
@@ -216,7 +223,7 @@ def test_an_answer_to_an_old_round_does_not_end_the_new_one() -> None:
 def test_who_is_released_stays_so_and_passes_it_on() -> None:
     cluster = Cluster(3)
     cluster.enter(0, 1, 2)
-    for message in (DepartureProbe(7), report(9)):
+    for message in (DepartureProbe(7, []), report(9)):
         assert cluster.nodes[2].handle(Received(1, message), 0) == [Send(1, DepartureReleased())]
     again = cluster.nodes[2].handle(Received(0, DepartureReleased()), 0)
     assert again == [Send(0, DepartureAcknowledged())]
@@ -265,18 +272,28 @@ def test_nobody_is_released_before_all_know_of_a_death() -> None:
 
 
 def test_who_came_after_a_death_need_not_notice_it() -> None:
-    coordinator = Departure(0, {rank: f"w{rank}" for rank in range(4)})
-    coordinator.handle(PeerGone(2), 1.0)
-    coordinator.handle(PeerGone(3), 1.0)
-    coordinator.handle(PeerCame(2, "w2"), 2.0)
-    coordinator.handle(LocalIdle(0), 3.0)
-    coordinator.handle(LocalEntered(0.0), 3.0)
-    knows = DepartureReport(1, 0, True, 0, 0, [3], False)
-    assert coordinator.handle(Received(1, knows), 3.0) == []
-    never_knew = DepartureReport(1, 0, True, 0, 0, [], False)
-    assert coordinator.handle(Received(2, never_knew), 3.0) == [Send(rank, DepartureProbe(1)) for rank in (1, 2)]
-    coordinator.handle(PeerGone(1), 4.0)
-    assert coordinator.handle(Received(2, never_knew), 4.0) == [], "of this one it has yet to hear"
+    root = Departure(0, {rank: f"w{rank}" for rank in range(4)})
+    root.handle(PeerGone(2), 1.0)
+    root.handle(PeerGone(3), 1.0)
+    root.handle(PeerCame(2, "w2"), 2.0)
+    root.handle(LocalIdle(0), 3.0)
+    root.handle(LocalEntered(0.0), 3.0)
+    assert root.handle(Received(1, report(1)), 3.0) == []
+    probes = [Send(rank, DepartureProbe(1, [3])) for rank in (1, 2)]
+    assert root.handle(Received(2, report(1, rank=2)), 3.0) == probes
+    late_comer = Departure(2, {2: "w2"})
+    for rank in (0, 1):
+        late_comer.handle(PeerCame(rank, f"w{rank}"), 2.0)
+    late_comer.handle(LocalIdle(0), 3.0)
+    late_comer.handle(LocalEntered(0.0), 3.0)
+    (answer,) = late_comer.handle(Received(0, DepartureProbe(1, [3])), 3.0)
+    assert isinstance(answer, Send)
+    assert isinstance(answer.message, DepartureReport)
+    assert answer.message.ready
+    (answer,) = late_comer.handle(Received(0, DepartureProbe(2, [1, 3])), 3.0)
+    assert isinstance(answer, Send)
+    assert isinstance(answer.message, DepartureReport)
+    assert answer.message.late == [(2, "has not noticed yet that w1 is gone")]
 
 
 def test_the_last_one_left_leaves() -> None:
@@ -293,7 +310,7 @@ def test_the_next_smallest_takes_over() -> None:
     cluster.enter(0, 1, 2)
     cluster.kill(0)
     cluster.deliver()
-    assert cluster.nodes[3].coordinator == 1
+    assert cluster.nodes[3].parent == 1
     cluster.enter(3)
     assert cluster.finished() == {1, 2, 3}
 
@@ -362,7 +379,7 @@ def test_the_bound_names_who_is_late_and_why_on_every_node() -> None:
     cluster.advance(1.9)
     assert not any(isinstance(effect, TimedOut) for effect in cluster.asked[0] + cluster.asked[1])
     cluster.advance(0.1)
-    late = (Late("worker2", "still has 3 calls in flight"), Late("worker3", "has not called shutdown"))
+    late = (Late("worker2", "still has 3 calls or callbacks under way"), Late("worker3", "has not called shutdown"))
     for rank in (0, 1):
         assert cluster.asked[rank][-1] == TimedOut(late, 0)
         assert cluster.nodes[rank].state is DepartureState.TIMED_OUT
@@ -407,7 +424,7 @@ def test_a_coordinator_that_hangs_is_named() -> None:
 def test_a_member_that_hangs_before_its_last_answer_is_named() -> None:
     cluster = Cluster(3)
     cluster.enter(0, 1)
-    cluster.feed(0, Received(2, report(1)))
+    cluster.feed(0, Received(2, report(1, rank=2)))
     cluster.cut.add(frozenset((0, 2)))
     cluster.deliver()
     cluster.advance(STATUS_INTERVAL_S)
@@ -421,7 +438,7 @@ def test_a_fresh_count_of_calls_is_told() -> None:
     cluster.enter(0, 1)
     cluster.feed(2, LocalBusy(1))
     cluster.advance(2 * STATUS_INTERVAL_S)
-    assert cluster.asked[1][-1] == LogWaiting((Late("worker2", "still has 1 call in flight"),), 0)
+    assert cluster.asked[1][-1] == LogWaiting((Late("worker2", "still has 1 call or callback under way"),), 0)
 
 
 def test_a_large_cluster_names_some_and_counts_the_rest() -> None:
@@ -432,3 +449,99 @@ def test_a_large_cluster_names_some_and_counts_the_rest() -> None:
         last = cluster.asked[rank][-1]
         assert isinstance(last, TimedOut)
         assert (len(last.late), last.unnamed_count) == (MAX_LATE_NAMED, 10)
+
+
+# --- trees ---------------------------------------------------------------------------------------------
+
+CHAIN = {rank: [near for near in (rank - 1, rank + 1) if 0 <= near < 5] for rank in range(5)}
+
+
+def test_reports_and_releases_go_over_standing_links() -> None:
+    cluster = Cluster(5, CHAIN)
+    said: set[tuple[int, int]] = set()
+    deliver = cluster.feed
+
+    def feed(rank: int, event: Event) -> None:
+        if isinstance(event, Received):
+            said.add((event.rank, rank))
+        deliver(rank, event)
+
+    cluster.feed = feed  # type: ignore[method-assign]
+    cluster.enter(4, 2, 0, 3)
+    assert cluster.finished() == set()
+    cluster.enter(1)
+    assert cluster.finished() == set(range(5))
+    assert said == {(rank, near) for rank, nears in CHAIN.items() for near in nears}
+
+
+def test_who_has_no_neighbour_of_a_lower_rank_takes_one_of_the_few_or_the_lowest() -> None:
+    members = {rank: f"w{rank}" for rank in range(200)}
+    lonely = Departure(150, members, lambda: [160, 170])
+    assert lonely.parent == 18
+    for gone, parent in ((18, 2), (2, 0), (0, 1)):
+        lonely.handle(PeerGone(gone), 1.0)
+        assert lonely.parent == parent
+    near = Departure(150, members, lambda: [160, 149])
+    assert near.parent == 149
+    near.handle(PeerGone(149), 1.0)
+    assert near.parent == 18
+    assert Departure(0, members, lambda: [160]).parent is None
+
+
+def test_work_anywhere_below_between_the_two_looks_needs_a_third() -> None:
+    cluster = Cluster(3, {0: [1], 1: [0, 2], 2: [1]})
+    cluster.enter(0, 1)
+    cluster.feed(2, LocalIdle(5))
+    cluster.feed(2, LocalEntered(0))
+    while not any(send.rank == 2 for _, send in cluster.wire):  # its first report goes up, the first probe comes down
+        sender, send = cluster.wire.pop(0)
+        cluster.feed(send.rank, Received(sender, send.message))
+    cluster.feed(2, LocalBusy(1))
+    cluster.feed(2, LocalIdle(6))  # idle at both looks, but not in between
+    for _ in range(3):
+        sender, send = cluster.wire.pop(0)
+        cluster.feed(send.rank, Received(sender, send.message))
+    assert cluster.nodes[0].state is DepartureState.WAITING
+    assert [send.message for _, send in cluster.wire] == [DepartureProbe(2, [])]
+    cluster.deliver()
+    assert cluster.finished() == {0, 1, 2}
+
+
+def test_whoever_is_busy_below_is_named_to_all_and_so_is_who_has_not_called() -> None:
+    cluster = Cluster(5, CHAIN)
+    cluster.feed(3, LocalBusy(2))
+    cluster.feed(3, LocalEntered(0))
+    cluster.enter(0, 2, 4, timeout_s=2)
+    cluster.advance(2)
+    late = (Late("worker1", "has not called shutdown"), Late("worker3", "still has 2 calls or callbacks under way"))
+    assert [cluster.asked[rank][-1] for rank in (0, 2, 4)] == [TimedOut(late, 0)] * 3
+
+
+def test_a_parent_that_has_not_called_shutdown_passes_questions_on_and_says_who_does_not_answer() -> None:
+    cluster = Cluster(3, {0: [1], 1: [0, 2], 2: [1]})
+    cluster.cut.add(frozenset((0, 1)))
+    cluster.enter(2)
+    cluster.advance(3 * STATUS_INTERVAL_S)
+    assert cluster.asked[2][0] == LogWaiting((Late("worker0", "does not answer"),), 0)
+
+
+def test_the_death_of_a_parent_moves_its_children_elsewhere() -> None:
+    cluster = Cluster(5, CHAIN)
+    cluster.enter(0, 1, 3, 4)
+    cluster.kill(2)
+    cluster.deliver()
+    assert cluster.finished() == {0, 1, 3, 4}
+
+
+def test_a_parent_that_dies_while_it_releases() -> None:
+    cluster = Cluster(5, CHAIN)
+    cluster.enter(0, 1, 2, 3)
+    cluster.feed(4, LocalIdle(0))
+    cluster.feed(4, LocalEntered(0))
+    while cluster.nodes[2].state is not DepartureState.RELEASING:
+        sender, send = cluster.wire.pop(0)
+        cluster.feed(send.rank, Received(sender, send.message))
+    cluster.wire = [(sender, send) for sender, send in cluster.wire if sender != 2]
+    cluster.kill(2)
+    cluster.deliver()
+    assert cluster.finished() == {0, 1, 2, 3, 4} - {2}

@@ -6,30 +6,43 @@ import tracemalloc
 
 import pytest
 
-from farcall.protocol.frames import (
-    BUFFER_ENTRY,
-    CONTROL,
-    FAILURE,
+from farcall.protocol import frame_decoder
+from farcall.protocol.frame_decoder import (
     FIRST_STAGING_BYTES,
-    HEADER,
-    LARGE_BYTES,
-    MAGIC,
     MAX_BUFFERS,
     MAX_FUNCTION_BYTES,
     MAX_NOTES_BYTES,
     MAX_PART_BYTES,
-    REQUEST,
-    RESPONSE,
     STAGING_BYTES,
-    VERSION,
-    Frame,
     FrameDecoder,
     FrameError,
-    Kind,
+)
+from farcall.protocol.frames import (
+    BUFFER_ENTRY,
+    CHUNK,
+    CONTROL,
+    FAILURE,
+    HEADER,
+    LARGE_BYTES,
+    MAGIC,
+    REQUEST,
+    RESPONSE,
+    VERSION,
+    Frame,
     Ticket,
     encode_frame,
     encode_small,
 )
+
+
+@pytest.fixture(autouse=True, params=["compiled", "python"])
+def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whole frames are taken by compiled code, or by Python."""
+    if request.param == "python":
+        monkeypatch.setattr(frame_decoder, "take_whole", None)
+    elif frame_decoder.take_whole is None:
+        pytest.skip("there is no compiled code here")
+    return str(request.param)
 
 
 def feed(decoder: FrameDecoder, data: bytes) -> list[Frame]:
@@ -103,7 +116,8 @@ def test_a_link_takes_little_memory_until_much_comes_at_once() -> None:
         b"GET / HTTP/1.1\r\n" + b"x" * HEADER.size,
         HEADER.pack(MAGIC, VERSION + 1, REQUEST, 0, 1, 0, 0, 0, 0, 0),
         header(kind=0),
-        header(kind=max(Kind) + 1),
+        header(kind=CHUNK),
+        header(kind=CHUNK + 1),
         header(payload=MAX_PART_BYTES + 1),
         header(function=MAX_FUNCTION_BYTES + 1, payload=1),
         header(notes=MAX_NOTES_BYTES + 1, payload=1),

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from farcall.protocol.frames import RESPONSE, FrameDecoder, Piece, Ticket, encode_small
+from farcall.protocol.frame_decoder import FrameDecoder
+from farcall.protocol.frames import RESPONSE, Piece, Ticket, encode_small
 from farcall.protocol.notes import Notes, decode_notes, encode_notes
 from farcall.protocol.session import (
     ACKNOWLEDGE_BYTES,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-from farcall.protocol import departure, membership
-from farcall.protocol.departure import ACTIONS, DepartureState
+from farcall.protocol import membership
+from farcall.protocol.departure import events as departure
+from farcall.protocol.departure.machine import ACTIONS, DepartureState
 from farcall.protocol.membership.machine import TRANSITIONS, State
 from farcall.protocol.membership.messages import Status, precedence
 from farcall.protocol.membership.table import CHANGES

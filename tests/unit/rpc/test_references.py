@@ -28,10 +28,11 @@ from farcall.protocol.frames import REQUEST, RESPONSE, Frame
 from farcall.protocol.notes import KEEP, Notes, encode_notes
 from farcall.protocol.references.messages import Confirm, Fork, Register, Release, Withdraw
 from farcall.rpc.call import call_sync
+from farcall.rpc.deferred_messages import UNKNOWN_OWNER_S
 from farcall.rpc.future import call_async
 from farcall.rpc.method_calls import Proxy
 from farcall.rpc.owned_values import Owned
-from farcall.rpc.references import LINGER_S, RETRY_S, UNKNOWN_OWNER_S, NodeReferences, call_remote
+from farcall.rpc.references import LINGER_S, RETRY_S, NodeReferences, call_remote
 from farcall.rpc.rref import RRef
 from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.calls.results import StoredFailure
@@ -461,6 +462,34 @@ def test_a_message_does_not_wait_for_ever_for_an_owner_that_nobody_knows() -> No
     node.turn_clock(due)
     assert node.redelivered == [message]
     assert references.is_lost(fork)
+
+
+def test_a_call_of_an_object_does_not_pass_those_that_are_on_their_way_again() -> None:
+    node = GrowingNode()
+    node.server.submit = node.tasks.append
+    references = NodeReferences(node)  # type: ignore[arg-type]
+    caller: Any = node.peer(OTHER.id)
+    node.hooks.peer_joined[0](caller)
+    actor = local(references, object())
+    ref = actor._fork.ref
+    fork = Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), OWNER.id, ME.id, 1)
+    notes = Notes([fork], serial=ref)
+    first = Frame(REQUEST, 0, 1, notes=encode_notes(notes))
+    second, third = (Frame(REQUEST, 0, number, notes=encode_notes(Notes([], serial=ref))) for number in (2, 3))
+    assert references.take_turns(caller, first, ref)
+    assert not references.take_forks(caller, first, notes)
+    assert not references.take_turns(caller, second, ref)
+
+    def redeliver(peer: Any, frame: Frame) -> None:
+        assert references.take_turns(peer, frame, ref)
+        node.redelivered.append(frame.call_id)
+        if frame is first:
+            assert not references.take_turns(caller, third, ref)  # it comes just now, on a thread that reads the link
+
+    node.dispatcher.redeliver = redeliver
+    node.hooks.peer_joined[0](node.peer(OWNER.id))
+    assert node.redelivered == [1, 2, 3]
+    assert references.take_turns(caller, Frame(REQUEST, 0, 4), ref)
 
 
 def test_an_owner_of_whom_word_comes_late_is_not_lost() -> None:

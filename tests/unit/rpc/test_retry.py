@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.kit.clock import Clock
 
 from farcall import Retry
 from farcall.errors import AnswerLost, Cancelled, Delivery, NetworkError, Overloaded, PeerDead, RpcTimeout
-from farcall.rpc.retry import _Surroundings
+from farcall.rpc.retry import Pauses, _Surroundings
 
 NEVER = float("inf")
 
@@ -73,3 +75,12 @@ def test_two_attempts_under_way_at_once_leave_each_its_own_surroundings() -> Non
 def _enter_and_leave(surroundings: _Surroundings) -> None:
     with surroundings.entered():
         pass
+
+
+def test_a_call_that_fails_while_its_node_ends_is_not_forgotten() -> None:
+    hooks = SimpleNamespace(unsettled=[], ended=[])
+    node: Any = SimpleNamespace(hooks=hooks, timer=Clock().timer)
+    pauses, given_up = Pauses(node), list[BaseException]()
+    hooks.ended[0]()
+    pauses.after(0.0, lambda: None, given_up.append)  # it saw the node run a moment ago
+    assert isinstance(given_up[0], Cancelled)

@@ -22,7 +22,7 @@ from tests.fuzz.mutations import mutate, rounds
 
 from farcall.errors import InitError, NotAllowed, RemoteError, SerializationError
 from farcall.protocol.frames import REQUEST, Frame
-from farcall.rpc import remote_tensor
+from farcall.rpc import shared_tensor
 from farcall.serialize import decode_function, encode_function, read_value, restrict, write_value
 from farcall.serialize.allowance import Allowance, loads, read_table
 from farcall.serialize.failures import decode_failure, encode_failure
@@ -289,10 +289,10 @@ def test_functions_are_found_by_their_names_letter_by_letter() -> None:
         b"o__class__.__init__",
         b"sunknown",
         b"k" + pickle.dumps(os.getpid),
-        b"pfarcall.rpc.owner_methods\0methods.of___class__",
-        b"pfarcall.rpc.owner_methods\0methods.of_a.__globals__",
-        b"pfarcall.rpc.owner_methods\0methods",
-        b"pfarcall.rpc.owner_methods\0runtime_of_thread",
+        b"pfarcall.rpc.owned_values\0methods.of___class__",
+        b"pfarcall.rpc.owned_values\0methods.of_a.__globals__",
+        b"pfarcall.rpc.owned_values\0methods",
+        b"pfarcall.rpc.owned_values\0runtime_of_thread",
     ):
         with pytest.raises(NotAllowed, match="is not allowed here"):
             decode_function(data)
@@ -300,7 +300,7 @@ def test_functions_are_found_by_their_names_letter_by_letter() -> None:
 
 @pytest.mark.parametrize("name", ["lend", "lend_memory", "settle", "read", "write"])
 def test_shared_tensors_are_read_and_written_in_groups_that_allow_little(name: str) -> None:
-    function = getattr(remote_tensor, name)
+    function = getattr(shared_tensor, name)
     assert decode_function(encode_function(function)) is function
 
 
@@ -429,8 +429,8 @@ class TestDataOnly:
         assert decode_function(encode_function(known)) is known  # type: ignore[arg-type]
         for data in (
             b"pos\0getpid",
-            b"pfarcall.rpc.owner_methods\0fetch",
-            b"pfarcall.rpc.owner_methods\0methods.of_run",
+            b"pfarcall.rpc.owned_values\0fetch",
+            b"pfarcall.rpc.owned_values\0methods.of_run",
         ):
             with pytest.raises(NotAllowed):
                 decode_function(data)

@@ -10,16 +10,19 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.kit.memory_transport import FRESH
 from tests.kit.ports import held_port
 from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
-from farcall.transport import unix
+from farcall.private_files import pid_namespace
+from farcall.transport import tcp, unix
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import (
     MAX_DESCRIPTORS_PER_SEND,
@@ -69,7 +72,7 @@ def test_bad_addresses_are_refused(address: str) -> None:
         dial(address, PATIENCE_S)
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "unix:", "memory:"])
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "unix:", FRESH])
 def test_a_listener_that_closed(address: str) -> None:
     # A port that is held: nobody else takes it meanwhile.
     listener = listen(f"tcp://127.0.0.1:{held_port()}" if address.startswith("tcp") else address)
@@ -84,7 +87,7 @@ def test_a_listener_that_closed(address: str) -> None:
             listener.accept()
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "unix:", "memory:"])
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "unix:", FRESH])
 def test_an_address_in_use(address: str) -> None:
     listener = listen(address)
     try:
@@ -100,6 +103,7 @@ def test_an_unknown_host() -> None:
 
 
 def test_a_name_service_that_does_not_answer_costs_no_more_than_the_dial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "_look_ups", {})
     asked: list[str] = []
     answers = threading.Event()
     look_up = socket.getaddrinfo
@@ -120,8 +124,25 @@ def test_a_name_service_that_does_not_answer_costs_no_more_than_the_dial(monkeyp
         wait_until(lambda: asked)
         assert asked == ["slow.example"]  # each further thread would hang, too
         answers.set()
+        [look_up_then] = tcp._look_ups.values()
+        assert look_up_then.done.wait(PATIENCE_S)  # when nobody waits any more
         dial(address, PATIENCE_S).close()
+        assert asked == ["slow.example"]  # the answer that came late was not in vain
+        assert not tcp._look_ups
         assert leads_to(address, "127.0.0.1")
+        assert len(asked) == 2
+
+
+def test_an_answer_of_a_name_service_that_is_old_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(TcpListener("tcp://127.0.0.1:0")) as listener:
+        old = tcp._LookUp()
+        old.error = OSError("an old answer")
+        old.done.set()
+        old.answered_at = time.monotonic() - tcp._ANSWER_KEPT_S
+        kept = {(os.getpid(), host, listener.port): old for host in ("localhost", "never.asked.again")}
+        monkeypatch.setattr(tcp, "_look_ups", kept)
+        dial(f"tcp://localhost:{listener.port}", PATIENCE_S).close()
+        assert not kept
 
 
 def test_every_interface_includes_both_versions() -> None:
@@ -198,7 +219,7 @@ def test_names_of_killed_processes_are_removed(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
     directory = short_path / "farcall"
     directory.mkdir(mode=0o700)
-    ours, elsewhere = unix._namespace(), unix._namespace() + 1
+    ours, elsewhere = pid_namespace(), pid_namespace() + 1
     living, dead = os.getpid(), 2**22 + 1
     for name in (f"{ours}-{living}-aa", f"{ours}-{dead}-bb", f"{elsewhere}-{dead}-cc"):
         (directory / f"{name}.socket").touch()

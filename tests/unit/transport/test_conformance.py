@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.kit.memory_transport import MemoryTransport, memory_pair
 from tests.kit.transports import TRANSPORT_CHECKS, Check, MakePair, check_backpressure
 
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import Buffer, Transport
-from farcall.transport.memory import MemoryTransport, memory_pair
 from farcall.transport.sealed import SealedTransport
 
 PATIENCE_S = 60.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.kit.memory_transport import MemoryTransport, memory_pair
 
 from farcall.transport.interface import TransportBroken, TransportForged
-from farcall.transport.memory import MemoryTransport, memory_pair
 from farcall.transport.poly1305 import AVAILABLE
 from farcall.transport.sealed import _USUAL_BODY_BYTES as USUAL_BYTES
 from farcall.transport.sealed import MAX_BODY_BYTES, SealedTransport

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("cryptography", reason="certificates are made with it: pip install 'farcall[tls]'")
 
+from tests.kit.memory_transport import MemoryTransport, memory_pair
 from tests.kit.transports import TRANSPORT_CHECKS, Check
 
 from farcall.cli.certificates import make_certificates
@@ -19,7 +20,6 @@ from farcall.protocol.hello import Hello, Refused, Side
 from farcall.protocol.member import Member
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import Transport, TransportBroken, TransportForged
-from farcall.transport.memory import MemoryTransport, memory_pair
 from farcall.transport.tls import Tls, TlsFailed
 
 KEY = b"k" * 32

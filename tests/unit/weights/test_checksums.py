@@ -6,9 +6,18 @@ import ctypes
 import random
 
 import pytest
+import torch
 
 from farcall.serialize.flat import copy_and_sum, speedups
-from farcall.weights.checksums import _in_python, checksum, copy_with_checksum
+from farcall.weights.checksums import (
+    MASK,
+    PAGE_BYTES,
+    _in_python,
+    checksum,
+    checksums_of_pages,
+    copy_with_checksum,
+    page_sums,
+)
 
 SIZES = [1, 7, 8, 9, 4095, 4096, 4097, 40_000, 1 << 18, (1 << 18) + 13]
 
@@ -51,3 +60,20 @@ def test_pages_in_another_order_are_found() -> None:
     data = content(5 * 4096)
     swapped = data[4096:8192] + data[:4096] + data[8192:]
     assert checksum(memoryview(swapped)) != checksum(memoryview(data))
+
+
+def test_a_device_that_sums_up_pages_works_out_the_same() -> None:
+    """All storages at once, each from a whole page on, with something between them."""
+    sizes = [*SIZES, 8192, 3 * PAGE_BYTES, 1]
+    whole, ranges, tails, wanted = bytearray(content(PAGE_BYTES)), [], [], []
+    for size in sizes:
+        data = content(size)
+        start, pages = len(whole) // PAGE_BYTES, size // PAGE_BYTES
+        ranges.append((start, start + pages))
+        tails.append(data[pages * PAGE_BYTES :])
+        wanted.append(checksum(memoryview(data)))
+        whole += data + content(-size % PAGE_BYTES)
+    sums = page_sums(torch.frombuffer(whole, dtype=torch.uint8))
+    found = checksums_of_pages(sums, ranges)
+    behind = [checksum(memoryview(tail)) if tail else 0 for tail in tails]
+    assert [(one + other) & MASK for one, other in zip(found, behind, strict=True)] == wanted

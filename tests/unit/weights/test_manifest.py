@@ -10,6 +10,7 @@ import torch
 
 from farcall.errors import SerializationError
 from farcall.protocol.weights.messages import Claim, Key
+from farcall.weights import version
 from farcall.weights.manifest import (
     Content,
     Layout,
@@ -98,8 +99,11 @@ def test_no_list_is_longer_than_what_is_in_it() -> None:
         held.nested([torch.zeros(1)])
 
 
-def test_tensors_at_equal_distances_are_made_together() -> None:
+@pytest.mark.parametrize("private_names", [True, False], ids=["this torch", "without names of its own"])
+def test_tensors_at_equal_distances_are_made_together(private_names: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers of a model, of three tensors each; one that is tied, and an empty one."""
+    if not private_names:
+        monkeypatch.setattr(version, "_NO_VIEW_TRACKING", None)
     rows = [(0, (2, 3)), (64, (4,)), (128, (2, 3)), (192, (2, 3)), (256, (4,)), (320, (2, 3)), (320, (2, 3))]
     storages = [Storage(0, offset, 64) for offset, _ in rows]
     places = [
@@ -121,3 +125,5 @@ def test_tensors_at_equal_distances_are_made_together() -> None:
         assert torch.equal(made[place.name], wanted)
         assert made[place.name].data_ptr() == wanted.data_ptr()
     assert made["empty"].shape == (0, 3)
+    made["t0"].mul_(torch.full((2, 3), 2.0, requires_grad=True))
+    assert made["t0"].requires_grad

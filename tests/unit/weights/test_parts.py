@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -32,6 +34,12 @@ class Source:
 
     def get(self, version: Version) -> Any:
         return self.value
+
+    def _reading(self, version: Version) -> AbstractContextManager[Any]:
+        """A version in memory that nobody shares."""
+        return nullcontext(SimpleNamespace(blocks=[], tensors=lambda views: None, nested=lambda tensors: self.value))
+
+    _twins: ClassVar[None] = None  # all is on the host
 
     def wait(self, newer_than: Version | None, timeout: float | None) -> Version:
         assert self.versions, "it would wait"

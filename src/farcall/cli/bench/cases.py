@@ -163,7 +163,7 @@ def issue_script(system: CallSystem) -> Operation:
 
 
 def wait_in_scripts(count: int) -> Setup:
-    """``count`` TorchScript functions at a time that take 50 ms each, and nobody's core."""
+    """``count`` TorchScript functions at a time that take 50 ms each, and no processor time."""
 
     def setup(system: CallSystem) -> Operation:
         system.rpc_sync(system.peers[0], functions.compile_scripts)

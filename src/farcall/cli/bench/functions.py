@@ -61,7 +61,7 @@ def add_one(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
-    """The second of `scripted`: it takes 50 ms, and nobody's core."""
+    """The second of `scripted`: it takes 50 ms, and no processor time."""
     result: torch.Tensor = torch.ops.farcall_bench.wait(tensor)
     return result
 

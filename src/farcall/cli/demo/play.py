@@ -7,7 +7,7 @@ Training goes in rounds. Each is one call to each trainer, and is followed by a 
                       death (`farcall.on_member`), and it starts the server again
     the last          all workers are recorded, for the trace
 
-Any other death ends the demo with an error. Shows nothing itself: `Stage` is told.
+Any other death ends the demo with an error. Shows nothing itself: a `Stage` does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from farcall.cli.team import Team, TeamError
 ROUNDS = 20
 KILL_IN_ROUND = 8
 RECORDED_STEPS = 10
-"""Of each trainer, in the trace: enough to see what a step is made of, and quick to load."""
+"""The steps of each trainer in the trace: enough to see the parts of a step, and quick to load."""
 GRID = 72
 VICTIM = SERVERS[1]
 PRELOADED = ("farcall.cli.demo.training", "torch._dynamo")
@@ -150,15 +150,22 @@ class Play:
         training.join("demo", self._team.directory)
         try:
             farcall.on_member(self._on_member)
-            # A worker that died before this process listened would be missed by a call only after a minute.
-            there = {worker.name for worker in farcall.members()}
-            for name in (*SERVERS, *TRAINERS):
-                if name not in there:
-                    raise DemoFailed(self._how_it_died(name, "before training began"))
+            self._wait_for_workers()
             self._train()
             self._evaluate()
         finally:
             farcall.shutdown(graceful=False)
+
+    def _wait_for_workers(self) -> None:
+        """Return when all workers are members: news of one may be late on a busy machine, and one may have died."""
+        names = [*SERVERS, *TRAINERS]
+        while missing := sorted(set(names) - {worker.name for worker in farcall.members()}):
+            if self._failure is not None:
+                raise DemoFailed(self._failure)
+            for name in missing:
+                if self._team.has_ended(names.index(name)):
+                    raise DemoFailed(self._how_it_died(name, "before training began"))
+            self._back.wait(min(_LOOK_S, self._left_s()))
 
     def _left_s(self) -> float:
         left_s = self._begun_s + LIMIT_S - monotonic()

@@ -86,28 +86,10 @@ def held_out() -> tuple[torch.Tensor, torch.Tensor]:
     return spirals(HELD_OUT_POINTS, _HELD_OUT_SEED)
 
 
-class SharedLinear(nn.Linear):
-    """A layer that several trainers use at once.
-
-    It computes with copies of its weights: another trainer's optimizer may step between a forward pass and its backward
-    pass, and autograd rightly refuses to go back through weights that were changed meanwhile.
-    """
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(inputs, self.weight.clone(), self.bias.clone())
-
-
-def _first() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(SharedLinear(2, WIDTH), nn.Tanh(), SharedLinear(WIDTH, WIDTH), nn.Tanh())
-
-
-def _second() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(SharedLinear(WIDTH, WIDTH), nn.Tanh(), SharedLinear(WIDTH, 1), nn.Flatten(0))
-
-
-PARTS = {"server0": _first, "server1": _second}
+PARTS = {
+    "server0": lambda: nn.Sequential(nn.Linear(2, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()),
+    "server1": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1), nn.Flatten(0)),
+}
 """The half of each server, in the order in which points pass through them."""
 SERVERS = tuple(PARTS)
 TRAINERS = ("trainer0", "trainer1")
@@ -142,7 +124,9 @@ class ParameterServer:
 
     def __init__(self, name: str, directory: Path) -> None:
         self._path = directory / f"{name}.pt"
-        self.part: nn.Module = PARTS[name]()
+        torch.manual_seed(SERVERS.index(name))
+        # Another trainer's optimizer may step between a forward pass and its backward pass.
+        self.part: nn.Module = farcall.nn.Shared(PARTS[name]())
         self.restored_steps: int | None = None
         if self._path.exists():
             checkpoint = torch.load(self._path)

@@ -1,4 +1,4 @@
-"""The doctor's round: all findings, in order, and the waiting room for other hosts' doctors."""
+"""The doctor's round: all findings, in order; and ``--listen``, for the doctors of other hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from farcall.transport.interface import ListenFailed
 
 def consult(init_method: str, hosts: Sequence[tuple[str, int]]) -> list[Finding]:
     """All findings, about this machine and ``hosts`` (names and ports)."""
-    logging.getLogger("farcall").setLevel(logging.ERROR)  # the findings say it better
+    logging.getLogger("farcall").setLevel(logging.ERROR)  # the findings say more
     options, findings = look_at_options()
     if options is None:
         return findings
@@ -33,7 +33,7 @@ def consult(init_method: str, hosts: Sequence[tuple[str, int]]) -> list[Finding]
     if place is not None:
         findings += look_at_store(place)
     for host, port in hosts:
-        # The address of a worker here if rank 0 were over there.
+        # The address that a worker here would advertise if rank 0 were on that host.
         advertised = choose_host(options.advertise, host).host
         try:
             secret = secret_of(options)

@@ -65,4 +65,4 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
             console.print(f"{'':{width + 8}}[italic]{escape(finding.advice)}[/]", highlight=False, soft_wrap=True)
     count = sum(finding.state == "wrong" for finding in findings)
     verdict = f"[bold red]{count} wrong[/]" if count else "[green]nothing wrong[/]"
-    console.print(f"{verdict}, {len(findings)} checks", highlight=False)
+    console.print(f"{verdict}, {len(findings)} {'check' if len(findings) == 1 else 'checks'}", highlight=False)

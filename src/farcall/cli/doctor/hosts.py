@@ -9,7 +9,7 @@ tell their versions. Then
                                        dials the visitor's own port, as members of lower rank are dialled, and proves
                                   <-   one line: empty, or why that did not work
 
-A guest without proof gets nothing but the handshake's own answers. Both prove what members would prove here: the
+A visitor without proof gets only the answers of the handshake. Both sides prove what members would prove here: the
 secret or, where none is given, their user's key, which doctors of another machine do not have.
 """
 
@@ -228,7 +228,7 @@ def _met(host: str, where: str, peer: Hello) -> Finding:
 
 
 def _protection(host: str, tls: Tls | None) -> Finding:
-    """What is between these two hosts and somebody on the way."""
+    """Can somebody between the two hosts read or change the bytes?"""
     subject = f"{host}: protection"
     if tls is not None:
         return ok(subject, "TLS 1.3: nobody in between can read or change what workers send")

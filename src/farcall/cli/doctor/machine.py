@@ -1,7 +1,7 @@
-"""The doctor's look at this machine: versions, options, names, ways for bytes, memory, descriptors, ports.
+"""The doctor's look at this machine: versions, options, names, transports, memory, descriptors, ports.
 
-Each function looks at one thing and returns findings, by doing it with the very parts that a node uses. Nothing here
-talks to another machine.
+Each function tries one thing, with the parts that a node uses for it, and returns findings. Nothing here talks to
+another machine.
 """
 
 from __future__ import annotations
@@ -122,15 +122,15 @@ def host_name(name: str) -> Finding:
     except OSError as error:
         return note(
             "host name",
-            f"The name {name} does not resolve here ({error})",
+            f"the name {name} does not resolve here ({error})",
             f"farcall does not need it; torch's gloo may. Add it to /etc/hosts, or give addresses ({ENV_ADVERTISE})",
         )
     places = ", ".join(found)
     if all(is_loopback(place) for place in found):
         return note(
             "host name",
-            f"The name {name} resolves to {places}, so other machines cannot use it",
-            "Workers tell the others another address: see the next line. As MASTER_ADDR the name works if the others "
+            f"the name {name} resolves to {places}, so other machines cannot use it",
+            "workers tell the others another address: see the next line. As MASTER_ADDR the name works if the others "
             "resolve it to an address of this machine",
         )
     return ok("host name", f"{name} resolves to {places}")
@@ -278,7 +278,7 @@ def descriptors(soft: int, hard: int) -> Finding:
     if soft == resource.RLIM_INFINITY:
         return ok("descriptors", "no limit")
     most = "no limit" if hard == resource.RLIM_INFINITY else str(hard)
-    found = f"a process may open {soft} (at most {most}); a worker needs one for each other worker, and a few more"
+    found = f"a process may open {soft} (at most {most}); a worker needs one for each peer, and a few more"
     advice = f"ulimit -n {most if hard != resource.RLIM_INFINITY else 65536}"
     if soft < FEW_DESCRIPTORS:
         return wrong("descriptors", found, f"raise it before starting workers: {advice}")

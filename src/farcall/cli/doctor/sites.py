@@ -1,7 +1,7 @@
-"""The doctor's look at what `farcall.launch(on=...)` needs: the site's programs, answers, and the workers' end.
+"""The doctor's look at a site for `farcall.launch(on=...)`: its programs, its answers, and the place of its workers.
 
-Where it can be done without asking the site for anything, a process is run where workers would be, to see that Python,
-torch and farcall are there in the same versions. Every question has a bound.
+Where no allocation is needed for it, a process runs in the place of a worker, and shows that Python, torch and farcall
+are there in the same versions. Every question has a bound.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def look_at_slurm() -> list[Finding]:
     try:
         lines = _asked(["sinfo", "--noheader", "--format=%P|%T|%D"]).splitlines()
     except EngineError as error:
-        return [*findings, wrong("controller", str(error), "ask the site's administrator: slurmctld does not answer")]
+        advice = "ask the site's administrator: slurmctld does not answer"
+        return [*findings, wrong("controller", str(error).splitlines()[-1], advice)]
     findings += [_partition(name, lines) for name in sorted({line.split("|")[0] for line in lines})]
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
@@ -167,7 +168,7 @@ SITES: dict[str, Callable[[], list[Finding]]] = {
 
 
 def _said(command: Sequence[str]) -> str:
-    """All that it writes, whatever its end."""
+    """The output of ``command``, even of one that fails."""
     ended = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=ANSWER_S
     )
@@ -189,8 +190,7 @@ def _same_versions(subject: str, command: Sequence[str], advice: str) -> Finding
     try:
         return _compared(subject, _asked(command), advice)
     except EngineError as error:
-        last = str(error).splitlines()[-1]
-        return wrong(subject, last, advice)
+        return wrong(subject, str(error).splitlines()[-1], advice)
 
 
 def _compared(subject: str, said: str, advice: str) -> Finding:

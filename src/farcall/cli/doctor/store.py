@@ -1,7 +1,7 @@
-"""The doctor's look at the place where members meet: the store of a url, or of the environment.
+"""The doctor's look at the meeting place of members: the store that a url or the environment names.
 
-Uses the store as a client would, and leaves nothing in it. A port that nobody serves yet is no fault on rank 0's
-machine: there the doctor tries whether it could be served.
+Uses the store as a client would, and leaves nothing in it. A port that is not served yet is no fault on the machine of
+rank 0: there the doctor tries to bind it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from farcall.cli.doctor.finding import Finding, note, ok, wrong
 from farcall.errors import InitError
 from farcall.runtime.io.bounded_call import in_bounded_time
 from farcall.runtime.rendezvous.addresses import is_local, is_loopback
-from farcall.runtime.rendezvous.store import MeetingPlace, find_meeting_place
+from farcall.runtime.rendezvous.meeting_place import MeetingPlace, find_meeting_place
 
 CONNECT_S = 5.0
 

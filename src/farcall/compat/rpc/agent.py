@@ -1,7 +1,7 @@
 """The agent of this process and its `WorkerInfo`, as programs know them: farcall's node under the old names.
 
 One `TensorPipeAgent` belongs to one node. `current_agent` finds it, also for a node that ``farcall.init_rpc`` made.
-The agent keeps the device maps of its options only to tell them; farcall's node has its own.
+The agent keeps the device maps of its options only to show them; farcall's node has its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter, thread_time
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,8 @@ from farcall.compat.rpc.options import TensorPipeRpcBackendOptions, to_farcall
 from farcall.errors import NotInitialized, RpcError, UnknownWorker
 from farcall.runtime.node.current import slot
 
-__all__ = ["RpcAgent", "TensorPipeAgent", "WorkerInfo", "current_agent", "is_agent_set", "reset_agent", "set_agent"]
-
 _ATTRIBUTE = "_agent_of_old"
-"""The attribute of a node that keeps its agent: the two refer to each other, and end together."""
+"""The attribute of a node that holds its agent: the two refer to each other, and end together."""
 
 
 class _AnyWorkerInfo(type):
@@ -38,7 +36,7 @@ class _AnyWorkerInfo(type):
 class WorkerInfo(ids.WorkerInfo, metaclass=_AnyWorkerInfo):
     """A member of the cluster: its unique ``name``, checked here, and its rank, called ``id``.
 
-    Those that farcall makes itself count as instances, too.
+    Instances of farcall's own `WorkerInfo` count as instances of this one, too.
     """
 
     __slots__ = ()
@@ -74,6 +72,8 @@ class RpcAgent:
 class TensorPipeAgent(RpcAgent):
     """farcall's node, under the old name."""
 
+    options_class: ClassVar[type[Any]] = TensorPipeRpcBackendOptions
+
     def __init__(
         self,
         store: Any,
@@ -87,14 +87,14 @@ class TensorPipeAgent(RpcAgent):
         from farcall.compat.rpc import api
 
         if isinstance(name, str):
-            WorkerInfo(name, rank)  # a RuntimeError, where farcall's own init_rpc raises a ValueError
+            WorkerInfo(name, rank)  # raises a RuntimeError, as torch does; farcall's own init_rpc raises a ValueError
         self._options = rpc_backend_options
         self.store = store
         if not is_agent_set():
             api._forget_gathers()
         with _meeting_at(store, rpc_backend_options.init_method) as init_method:
             options = to_farcall(rpc_backend_options, init_method)
-            # 0 was "not given" in programs written before there were groups without a size.
+            # 0 means "not given" in programs written before torch had groups without a size.
             farcall_api.init_rpc(name, rank=rank, world_size=world_size or None, rpc_backend_options=options)
         node = slot.runtime
         assert node is not None
@@ -118,7 +118,7 @@ class TensorPipeAgent(RpcAgent):
         return agent
 
     def _print_failure(self, error: BaseException) -> None:
-        """Print an error that a function raised where it ran, too, as torch does."""
+        """Print the error of a function where it ran, as torch does; its caller gets it in any case."""
         text = "".join(traceback.format_exception(error))
         print(f"On {self._node.info}:\n{text}", file=sys.stderr)
 
@@ -156,7 +156,7 @@ class TensorPipeAgent(RpcAgent):
         return info
 
     def get_metrics(self) -> dict[str, str]:
-        """What `get_debug_info` returns."""
+        """The same numbers as `get_debug_info`."""
         return self.get_debug_info()
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
@@ -202,14 +202,14 @@ def enable_gil_profiling(flag: bool) -> None:
 
 
 def _interpreter_wait_us() -> float:
-    """The time that a thread waits for the interpreter's lock after it let go of it: the average of a few tries."""
+    """How long a thread that let go of the interpreter's lock waits for it: the average of a few tries."""
     began, computed = perf_counter(), thread_time()
     for _ in range(_TRIES):
         zlib.crc32(_DATA)  # without the interpreter's lock, and for long enough that another thread takes it
     return max(0.0, (perf_counter() - began) - (thread_time() - computed)) / _TRIES * 1e6
 
 
-# ---------------------------------------------------------------------- which one is current
+# ---------------------------------------------------------------------- the current agent
 
 _foreign: list[Any] = []
 """The agent of another registered backend, if that is current."""

@@ -1,8 +1,8 @@
 """``torch.distributed.rpc.api``: calls, gathers and the end, over farcall.
 
-Programs and tests set names of this module to their own, so every function here looks names up in the module when it
-runs. A gather keeps the old protocol (tell the leader, hear from the leader), since its parts have names of their own;
-the end keeps the old order: all have come, references are given up, the node leaves.
+Programs and tests replace names of this module, so every function here looks names up in the module when it runs. A
+gather keeps torch's protocol (tell the leader, hear from the leader), since programs know its parts by name; the end
+keeps torch's order: all have come, references are given up, the node leaves.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def remote(to: Any, func: Any, args: Any = None, kwargs: Any = None, timeout: fl
 
 
 def _checked(to: Any, args: Any) -> tuple[Any, ...]:
-    """``args`` as a tuple: torch takes anything that can be unpacked. Raises at once for no worker, as torch does."""
+    """``args`` as a tuple: torch takes anything that can be unpacked. Raises at once for a bad ``to``, as torch."""
     if not isinstance(to, str | int | WorkerInfo):
         raise ValueError(f"a worker is given by its name, its rank or its WorkerInfo, not by {to!r}")
     return () if args is None else tuple(args)
@@ -202,7 +202,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _forget_gathers() -> None:
-    """Forget gathers of the agent before; before there is a new one, whose peers may gather at once."""
+    """Forget the gathers of the former agent, before there is a new one, whose peers may gather at once."""
     with _all_gather_dict_lock:
         _all_gather_sequence_id.clear()
         _all_gather_sequence_id_to_states.clear()
@@ -244,7 +244,7 @@ def _broadcast_to_followers(sequence_id: str, objects_map: Mapping[str, Any]) ->
 
 
 def _tell_loss(sequence_id: str, why: str) -> None:
-    """At each: give up a gather, because a worker died that had not come."""
+    """At each worker: give up a gather, because a worker died before it came."""
     with _all_gather_dict_lock:
         _lost_gathers[sequence_id] = why
         while len(_lost_gathers) > _MOST_LOST:
@@ -297,7 +297,7 @@ def _all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: fl
                     f"the first said: {next(iter(errors.values()))}"
                 )
     except PeerDead as error:
-        if name == leader:  # tell those who wait now; latecomers hear it when they come
+        if name == leader:  # tell the workers that wait now; latecomers hear it when they come
             _tell_loss(sequence_id, str(error))
             for follower in sorted(set(states.gathered_objects) - {leader}):
                 rpc_async(follower, _tell_loss, args=(sequence_id, str(error)))
@@ -354,7 +354,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Leave the cluster; graceful: when all workers have called this and all work everywhere is done."""
     agent = _get_current_rpc_agent()
-    if not isinstance(agent, TensorPipeAgent):  # of another backend: it ends itself
+    if not isinstance(agent, TensorPipeAgent):  # an agent of another backend ends by itself
         try:
             if graceful:
                 agent.join(shutdown=True, timeout=timeout)
@@ -383,7 +383,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             try:
                 _wait_all_workers(timeout)
             except PeerDead as error:
-                failures.append(error)  # raised below: the living may still need this worker, and leave together
+                failures.append(error)  # raised below: the other workers may still need this one, and leave with it
         agreed = True
     finally:
         farcall_api.shutdown(agreed, timeout)

@@ -1,14 +1,15 @@
 """``torch.distributed.rpc.backend_registry``: kinds of backends by name.
 
-``TENSORPIPE``, the only one a program normally knows, is farcall. Programs can register others, with functions that
-make their options and their agent. `BackendType` is a new enumeration after each registration, as in torch; members of
-an earlier one are as good.
+``TENSORPIPE``, the only one that programs normally know, is farcall. Programs can register others, with functions that
+make their options and their agent. As in torch, each registration makes a new enumeration `BackendType`; members of an
+earlier one are still valid.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -44,7 +45,7 @@ def _make_type(members: dict[str, BackendValue]) -> Any:
 
 
 def is_member(backend: Any) -> bool:
-    """Is it a member of `BackendType`, as it is now or was before the last registration?"""
+    """Is it a member of the present `BackendType`, or of an earlier one?"""
     is_backend = isinstance(backend, enum.Enum) and isinstance(backend.value, BackendValue)
     return is_backend and backend_registered(backend.name)
 
@@ -59,7 +60,7 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., Any],
     init_backend_handler: Callable[..., Any],
 ) -> Any:
-    """Add a backend; its member of `BackendType`."""
+    """Add a backend, and return its member of `BackendType`."""
     global BackendType
     if backend_registered(backend_name):
         raise RuntimeError(f"RPC backend {backend_name}: already registered")
@@ -79,7 +80,7 @@ def construct_rpc_backend_options(
 
 
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Start a backend; its agent."""
+    """Start a backend, and return its agent."""
     return backend.value.init_backend_handler(*args, **kwargs)
 
 
@@ -100,31 +101,20 @@ def _tensorpipe_construct_rpc_backend_options_handler(
     )
 
 
-def _tensorpipe_init_backend_handler(
-    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
-) -> Any:
-    return start_agent(TensorPipeAgent, TensorPipeRpcBackendOptions, store, name, rank, world_size, rpc_backend_options)
-
-
 def start_agent(
-    kind: type[TensorPipeAgent],
-    kind_of_options: type[Any],
-    store: Any,
-    name: str,
-    rank: int,
-    world_size: int | None,
-    rpc_backend_options: Any,
+    kind: type[TensorPipeAgent], store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
 ) -> TensorPipeAgent:
-    """Make an agent of that kind the current one; its arguments are checked as torch does."""
+    """Make an agent of that kind the current one; checks the arguments as torch does."""
     if store is not None and not isinstance(store, dist.Store):  # type: ignore[attr-defined]
         raise TypeError(f"`store` must be a torch.distributed.Store, not {type(store).__name__}")
-    if not isinstance(rpc_backend_options, kind_of_options):
-        raise TypeError(f"`rpc_backend_options` must be a `{kind_of_options.__name__}`. {rpc_backend_options}")
+    if not isinstance(rpc_backend_options, kind.options_class):
+        raise TypeError(f"`rpc_backend_options` must be a `{kind.options_class.__name__}`. {rpc_backend_options}")
     agent = kind(store, name, rank, world_size, rpc_backend_options)
     api._init_rpc_states(agent)
     return agent
 
 
+_tensorpipe_init_backend_handler = partial(start_agent, TensorPipeAgent)
 BackendType: Any = _make_type(
     {"TENSORPIPE": BackendValue(_tensorpipe_construct_rpc_backend_options_handler, _tensorpipe_init_backend_handler)}
 )

@@ -3,8 +3,8 @@
 There is no special agent: the ordinary one starts with faults between it and the others. Importing this module
 registers the backend ``FAULTY_TENSORPIPE``, as importing torch's does.
 
-A failed send is an error at once for a call. Stock tries its other messages again, until ``num_fail_sends`` attempts
-have failed; here those come late, and once: farcall's connections deliver.
+A failed send fails a call at once. Stock tries its other messages again, until ``num_fail_sends`` attempts have failed;
+here they come late, and once: farcall's connections deliver.
 
     stock's name                    farcall's message
     PYTHON_CALL, SCRIPT_CALL        a call, outside of an autograd context; script: of an operator or script function
@@ -19,7 +19,8 @@ have failed; here those come late, and once: farcall's connections deliver.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -71,6 +72,8 @@ class FaultyTensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
 class FaultyTensorPipeAgent(TensorPipeAgent):
     """farcall's node, with the faults that its options ask for."""
 
+    options_class: ClassVar[type[Any]] = FaultyTensorPipeRpcBackendOptions
+
     def __init__(
         self, store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any, *rest: Any
     ) -> None:
@@ -82,7 +85,7 @@ class FaultyTensorPipeAgent(TensorPipeAgent):
 
 
 def _is_script(message: Message) -> bool:
-    """Whether it calls an operator of torch's, or a script function: stock has other messages for those."""
+    """Does it call an operator of torch's, or a script function? Stock has other messages for those."""
     if not message.frame.function:
         return False
     called = decode_function(message.frame.function)
@@ -93,7 +96,7 @@ def _is_script(message: Message) -> bool:
 
 
 def _in_context(message: Message) -> bool:
-    """Whether it belongs to a distributed autograd context: stock wraps such calls into messages of another name."""
+    """Is it part of a distributed autograd context? Stock wraps such calls into messages of another name."""
     return bool(message.frame.notes) and decode_notes(message.frame.notes).context_id != 0
 
 
@@ -153,11 +156,7 @@ def _construct_options(
     )
 
 
-def _init_backend(store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any) -> Any:
-    return backend_registry.start_agent(
-        FaultyTensorPipeAgent, FaultyTensorPipeRpcBackendOptions, store, name, rank, world_size, rpc_backend_options
-    )
-
-
 if not backend_registry.backend_registered("FAULTY_TENSORPIPE"):
-    backend_registry.register_backend("FAULTY_TENSORPIPE", _construct_options, _init_backend)
+    backend_registry.register_backend(
+        "FAULTY_TENSORPIPE", _construct_options, partial(backend_registry.start_agent, FaultyTensorPipeAgent)
+    )

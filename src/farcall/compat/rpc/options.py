@@ -1,7 +1,7 @@
 """``TensorPipeRpcBackendOptions`` and its bases: settable, as torch's are.
 
-`to_farcall` turns them into farcall's own options, which are frozen and checked. Names of transports and channels are
-those of the old agent: a restriction to TCP is kept, the rest is farcall's choice.
+`to_farcall` turns them into farcall's own options, which are frozen and checked. Transports and channels have the names
+of the old agent: a restriction to TCP is kept, the rest is farcall's choice.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class TensorPipeRpcBackendOptions(_TensorPipeRpcBackendOptionsBase):
         init_method: where members meet; as for ``init_process_group``.
         device_maps: for each callee, from devices here to devices there.
         devices: the devices that calls use here.
-        _transports, _channels: names of the old agent's; see `to_farcall`.
+        _transports, _channels: names of the old agent; see `to_farcall`.
     """
 
     def __init__(

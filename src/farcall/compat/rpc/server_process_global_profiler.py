@@ -32,7 +32,7 @@ class _Everything:
         self.records: list[capture.Records] = []
 
     def take_harvest(self, worker: WorkerInfo, harvest: Harvest) -> None:
-        """Do nothing: operators are not in a harvest."""
+        """Do nothing: a harvest has no operators."""
 
     def take_records(self, records: capture.Records) -> None:
         self.records.append(records)
@@ -44,14 +44,14 @@ class _Everything:
 class _server_process_global_profile(profiler_legacy.profile):
     """As ``torch.autograd.profiler_legacy.profile``, but of all threads that serve requests.
 
-    After the end ``function_events`` has all events, and ``process_global_function_events`` a list for each part of a
-    request that was run.
+    Afterwards ``function_events`` has all events, and ``process_global_function_events`` a list for each part of a
+    request that ran meanwhile.
     """
 
     def __enter__(self) -> Any:
         if not self.enabled:
             return None
-        from farcall.observe.capture import Detail  # loaded by who profiles: programs start without it
+        from farcall.observe.capture import Detail  # loaded at the first use: programs start without it
         from farcall.observe.profile import PROFILER
 
         if self.entered:

@@ -1,7 +1,7 @@
-"""Names of the old agent's inner parts, which farcall does not have: importing one is fine, using it says what to do.
+"""Names of the old agent's inner parts, which farcall does not have: a program may import one; its use says what to do.
 
-A program that imports such a name may never use it; so the name exists, and its use raises. It raises an `RpcError`,
-not an AttributeError, which ``hasattr`` and ``getattr`` with a default would swallow.
+Many programs import such a name and never use it, so the name exists, and its use raises: an `RpcError`, not an
+AttributeError, which ``hasattr`` and ``getattr`` with a default would swallow.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from farcall.errors import RpcError
-
-__all__ = ["Unserved", "find_unserved"]
 
 _NAMES_BY_WAY = {
     "use rpc_sync, rpc_async or remote": """
@@ -43,7 +41,7 @@ _WAYS = {name: way for way, names in _NAMES_BY_WAY.items() for name in names.spl
 
 
 class Unserved:
-    """A stand-in for something that farcall does not have."""
+    """The stand-in for one such name."""
 
     def __init__(self, name: str, way: str) -> None:
         self.__name__ = name
@@ -54,7 +52,7 @@ class Unserved:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)  # Python itself asks this about any object
+            raise AttributeError(name)  # Python itself asks any object for these
         self()
 
     def __repr__(self) -> str:

@@ -1,18 +1,18 @@
 """Workers by Kubernetes: pods of an indexed Job, or of a JobSet where the cluster has it. `pods.py` has the manifests.
 
-Talks to the cluster by the system's ``kubectl``, as a plain client of its API (``--raw``): whatever way in a site has
-(contexts, plug-ins of a cloud, the account of a pod) is in its configuration already, and no Python package is needed.
+Talks to the cluster by the system's ``kubectl``, as a plain client of its API (``--raw``): its configuration has the
+site's way in already (contexts, plug-ins of a cloud, the account of a pod), and no Python package is needed.
 
-    the secret          a Secret object, into a file of the pod, into the environment of the worker
+    the secret          a Secret object, then a file of the pod, then the environment of the worker
     output              the log of each pod, followed by a ``kubectl`` of its own
-    the driver dies     workers end when it is no longer a member, those that have not joined after their start timeout;
-                        the cluster then removes Job and Secret by itself
+    the driver dies     its workers end: members, when it is no longer one; others, after their start timeout. The
+                        cluster then removes Job and Secret by itself
     a pod is deleted,   its worker's end, with the reason that Kubernetes gives; no pod takes its place by itself
     evicted, its node
     is gone
 
 Thread rules
-- ``start`` and ``end`` are called by one thread at a time; ``close`` by another one, if ``start`` hangs.
+- One thread at a time calls ``start`` and ``end``; another one ``close``, if ``start`` hangs.
 - One thread looks at all pods once a second and tells; one for each running worker reads its log. The lock guards the
   table of lives.
 """
@@ -61,7 +61,7 @@ class Kubectl:
         return ["kubectl", *self._arguments, *words]
 
     def ask(self, *words: str, given: object = None) -> str:
-        """Run it; raises `EngineError` with what it says."""
+        """The output of ``kubectl`` with these words; raises `EngineError` with its complaint."""
         try:
             answer = subprocess.run(
                 self.command(*words),
@@ -86,7 +86,7 @@ class Kubectl:
         return made
 
     def delete(self, path: str) -> None:
-        """Of one that is gone already, too."""
+        """Delete an object, which may be gone already."""
         try:
             self.ask("delete", "--raw", path)
         except EngineError as error:
@@ -94,7 +94,7 @@ class Kubectl:
                 raise
 
     def namespace(self) -> str:
-        """That of this pod, or of kubectl's context."""
+        """The namespace of this pod, or of kubectl's context."""
         if _OWN_NAMESPACE.exists():
             return _OWN_NAMESPACE.read_text().strip()
         try:
@@ -129,7 +129,7 @@ class KubernetesEngine:
     Args:
         image: has Python with torch and this version of farcall, and a shell.
         namespace: None: that of this pod, or of kubectl's context.
-        resources: what each worker gets: ``{"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": 1}``.
+        resources: those of each worker: ``{"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": 1}``.
         pod: more of the pod's specification, as Kubernetes names it: ``{"nodeSelector": {...}, "tolerations": [...]}``.
         python: the interpreter in the image.
         args: further options of kubectl, such as ``["--context=name"]``.
@@ -162,7 +162,7 @@ class KubernetesEngine:
         self._lock = threading.Lock()
         self._lives: dict[WorkerSpec, _Life] = {}
         self._unwanted: set[tuple[str, int]] = set()
-        """Batch and index of workers that were ended before they had a pod. The thread's."""
+        """Batch and index of workers that were ended before they had a pod. Used by the thread alone."""
         self._closing = False
         self._give_up_at = math.inf
         self._thread: threading.Thread | None = None
@@ -179,7 +179,7 @@ class KubernetesEngine:
         # Pods wait for the Secret, and the Secret needs its owner's number.
         try:
             self._cluster.create(f"/api/v1/namespaces/{self._namespace}/secrets", pods.secret(batch, specs, owner))
-            if self._closing:  # it may have deleted this batch before there was one
+            if self._closing:  # `close` may have deleted this batch before there was one
                 raise EngineError("this engine was closed meanwhile")
         except EngineError:
             self._delete(batch)
@@ -228,7 +228,7 @@ class KubernetesEngine:
         return f"/api/v1/namespaces/{self._namespace}/pods"
 
     def _watch(self) -> None:
-        """The thread: look at the pods, tell what is new of them."""
+        """The thread: look at the pods, and tell their changes."""
         while True:
             with self._lock:
                 lives = list(self._lives.values())
@@ -241,13 +241,13 @@ class KubernetesEngine:
                 by_place = {pods.index_of(pod): pod for pod in found}
                 for life in lives:
                     self._look(life, by_place.pop(life.place, None))
-                # Others may belong to workers that are being started at this moment.
+                # The other pods may belong to workers that are being started at this moment.
                 for place in self._unwanted.intersection(by_place):
                     self._delete_pod(by_place[place]["metadata"]["name"])
                 if self._closing and not self._lives:
                     return
             if monotonic() > self._give_up_at:
-                return  # `close` has said so
+                return  # `close` has reported it
             sleep(LOOK_S)
 
     def _look(self, life: _Life, pod: Mapping[str, Any] | None) -> None:

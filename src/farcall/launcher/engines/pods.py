@@ -1,11 +1,11 @@
-"""What a Kubernetes cluster is told of workers, and what it tells of their pods. Plain values: `kubernetes.py` talks.
+"""Manifests of workers for Kubernetes, and the states of their pods. Plain values; `kubernetes.py` sends them.
 
 Workers that are started together are one *batch*: an indexed Job (in a JobSet where the cluster has those) and a Secret
-of the same name with one entry for each index, the worker's spec. The Secret belongs to the Job, and goes with it.
+of the same name, with the spec of each worker under its index. The Secret belongs to the Job, and goes with it.
 
-    a worker that ends        is that index' end alone (``backoffLimitPerIndex: 0``): the engine's user decides whether
-                              another one is started, which is a batch of its own
-    a batch whose workers     is removed by the cluster after `KEPT_S`, if nobody did so before: its driver died
+    a worker that ends        ends its index alone (``backoffLimitPerIndex: 0``): the engine's user decides whether to
+                              start another one, in a batch of its own
+    a batch whose workers     is removed by the cluster after `KEPT_S`, if its driver died and did not do so
     have all ended
 """
 
@@ -19,7 +19,7 @@ from farcall.launcher.engine import ENV_SPEC, EngineError, ProcessState, WorkerS
 
 JOB_SET_VERSION = "jobset.x-k8s.io/v1alpha2"
 LAUNCH_LABEL = "farcall-launch"
-"""One for all that an engine makes."""
+"""The same for all objects of an engine."""
 BATCH_LABEL = "farcall-batch"
 CONTAINER = "worker"
 KEPT_S = 600
@@ -34,7 +34,7 @@ _SCRIPT = f'{ENV_SPEC}="$(cat {_FOLDER}/$JOB_COMPLETION_INDEX)"; export {ENV_SPE
 
 
 def secret(batch: str, specs: Sequence[WorkerSpec], owner: Mapping[str, Any]) -> dict[str, Any]:
-    """The specs of a batch, which end with ``owner``, its Job or JobSet as the cluster made it."""
+    """The Secret with the specs of a batch; it ends with ``owner``, the Job or JobSet as the cluster made it."""
     data = {str(index): base64.b64encode(spec.encode()).decode() for index, spec in enumerate(specs)}
     if sum(map(len, data.values())) > MAX_SECRET_BYTES:
         raise EngineError(f"one Secret cannot hold {len(specs)} workers: launch fewer, then call grow")
@@ -60,11 +60,11 @@ def secret(batch: str, specs: Sequence[WorkerSpec], owner: Mapping[str, Any]) ->
 def job(
     batch: str, size: int, labels: Mapping[str, str], *, container: Mapping[str, Any], pod: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """An indexed Job; ``container`` and ``pod`` are the user's, over what is said here."""
+    """An indexed Job; ``container`` and ``pod``, the user's, win over the defaults here."""
     labels = {**labels, BATCH_LABEL: batch}
     worker = {
         "name": CONTAINER,
-        # A worker tells the others its pod's address, however it reaches the driver.
+        # The others dial a worker at its pod's address, however the worker reaches the driver.
         "env": [{"name": "FARCALL_ADVERTISE", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
         "volumeMounts": [{"name": "specs", "mountPath": _FOLDER, "readOnly": True}],
         **container,
@@ -96,7 +96,7 @@ def job(
 
 
 def job_set(of: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as a JobSet of one Job."""
+    """A JobSet of this one Job."""
     spec = {name: value for name, value in of["spec"].items() if name != "ttlSecondsAfterFinished"}
     return {
         "apiVersion": JOB_SET_VERSION,
@@ -116,7 +116,7 @@ def index_of(pod: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def state_of(pod: Mapping[str, Any]) -> ProcessState:
-    """What a pod's status says of its worker."""
+    """The state of the worker in a pod, from the pod's status."""
     status = pod.get("status", {})
     statuses = {each["name"]: each.get("state", {}) for each in status.get("containerStatuses", ())}
     state = statuses.get(CONTAINER, {})

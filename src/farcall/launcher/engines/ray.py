@@ -1,17 +1,17 @@
 """Workers by Ray: a placement group reserves the resources, and an actor in each bundle is the shell of one worker.
 
-The worker is a process of its own below the actor, so nothing of farcall's runs inside Ray, and nothing of Ray's in the
-worker. The actor sees to its start, passes its output on and tells its end.
+The worker is a process of its own below the actor: no code of farcall runs inside Ray, and none of Ray in the worker.
+The actor starts it, passes its output on and tells its end.
 
     the secret              an argument of the actor's constructor, over Ray's connections (TLS: ``RAY_USE_TLS``);
                             then standard input of the worker
     the driver dies         Ray ends its job, and the actors with it; each held its worker's lifeline
-    a node dies             the actor's end is told by Ray; the lost bundle gets another node, if there is one
+    a node dies             Ray tells the actor's end; the lost bundle gets another node, if there is one
     an actor is killed      its worker ends with it
 
 Thread rules
-- ``start`` and ``end`` are called by one thread at a time; ``close`` by another one, if ``start`` hangs.
-- One thread waits for what Ray tells, and it alone tells the watchers. The lock guards the tables.
+- One thread at a time calls ``start`` and ``end``; another one ``close``, if ``start`` hangs.
+- One thread waits for Ray's answers, and it alone tells the watchers. The lock guards the tables.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 from farcall.launcher.engine import EngineError, ProcessState, Watcher, WorkerSpec
 
 LOOK_S = 0.2
-"""How soon what was started is noticed by the thread that waits."""
+"""How soon the thread that waits notices new workers."""
 NEWS_S = 10.0
-"""How long an actor waits for news of its worker before it says that there are none."""
+"""How long an actor waits for news of its worker before it answers that there are none."""
 CLOSE_S = 20.0
 _STRAY_OUTPUT_S = 2.0
 _CHUNK_BYTES = 1 << 16
@@ -42,17 +42,18 @@ _END = b""
 
 @dataclass(eq=False)
 class _Group:
-    """Workers that were started together: one placement group. ``ready`` is taken away once it is."""
+    """Workers that were started together: one placement group."""
 
     placement: Any
     ready: Any
+    """Ray's promise that it is there; None: it is."""
     bundles: dict[int, int]
-    """From ranks."""
+    """The bundle of each rank."""
 
 
 @dataclass(eq=False)
 class _Life:
-    """One life of a worker: waiting for its group, or an actor with a question that is open."""
+    """One life of a worker: it waits for its group, or has an actor and a question to it under way."""
 
     spec: WorkerSpec
     watcher: Watcher
@@ -69,7 +70,7 @@ class RayEngine:
     """An actor for each worker, in a Ray cluster that runs already.
 
     Args:
-        resources: what each worker needs, as Ray calls it: ``{"GPU": 1}``; CPUs are 1 unless it says otherwise.
+        resources: those of each worker, under Ray's names: ``{"GPU": 1}``; 1 CPU unless given.
         strategy: how bundles are spread over nodes: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"``, ``"STRICT_SPREAD"``.
         address: of the cluster; None: ``RAY_ADDRESS``, or the cluster that this machine belongs to.
     """
@@ -127,7 +128,7 @@ class RayEngine:
 
     def close(self) -> None:
         with self._lock:
-            self._closing = True  # what is started from now on ends at once
+            self._closing = True  # workers that are started from now on end at once
             left = list(self._lives)
         self.end(left)
         try:
@@ -137,7 +138,7 @@ class RayEngine:
                     names = ", ".join(spec.name for spec in self._lives)
                     raise EngineError(f"Ray did not end these within {CLOSE_S:.0f} s: {names}")
                 self._thread = None
-        finally:  # what is left of them, Ray ends with their placement group, or their job
+        finally:  # Ray ends the rest of them with their placement group, or their job
             while self._groups:
                 self._ray.util.remove_placement_group(self._groups.pop().placement)
             if self._is_ours:
@@ -187,7 +188,7 @@ class RayEngine:
         try:
             news: _News = self._ray.get(ref)
         except self._ray.exceptions.ActorUnavailableError:
-            # A connection broke. Either the actor is there, and answers the same again, or Ray finds out that it died.
+            # A connection broke. Either the actor lives, and answers the same again, or Ray finds out that it died.
             sleep(LOOK_S)
             life.news = life.actor.news.remote(life.heard)
             return
@@ -212,13 +213,13 @@ class RayEngine:
 
 
 def _last_line(error: Exception) -> str:
-    """The cause comes last in what Ray tells."""
+    """The cause, which comes last in Ray's texts."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
 
 class _News(NamedTuple):
-    """What an actor knows of its worker. It is told again where the question is: an answer may be lost."""
+    """An actor's answer about its worker. A repeated question gets the same answer: the first may have been lost."""
 
     number: int
     output: bytes
@@ -250,10 +251,10 @@ class _Shell:
         try:
             self._process.stdin.write(spec + b"\n")  # and stays open: it is the worker's lifeline
         except BrokenPipeError:
-            pass  # it ended at once, and its output says why
+            pass  # the worker ended at once, and its output says why
 
     def news(self, heard: int) -> _News:
-        """What the worker wrote since the news of this number; its exit code once it has ended and all was told."""
+        """The worker's output since the news of this number; its exit code once it has ended and all was told."""
         if heard == self._last.number:
             found = []
             try:
@@ -274,7 +275,7 @@ class _Shell:
             self._output.put(data)
 
     def _reap(self, reading: threading.Thread) -> None:
-        """Once the worker has ended, its children go too, while its number is still its own."""
+        """When the worker has ended, kill its children while its number is still its own."""
         os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -1,7 +1,7 @@
-"""Which host each rank is on, where an engine has to choose: evenly, neighbours in rank together.
+"""The host of each rank, where an engine has to choose: evenly, neighbours in rank together.
 
-Ranks of one batch fill a host before the next; those that come later go where there are fewest. A rank stays where it
-was put: a worker that is started again finds its files, and its place among the GPUs.
+Ranks of one batch fill a host before the next; later ones go to the hosts with fewest. A rank keeps its host: a worker
+that is started again finds its files, and its place among the GPUs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class Spread:
-    """The hosts, and who is on them."""
+    """The hosts, and the workers on each."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = tuple(hosts)
@@ -31,5 +31,5 @@ class Spread:
         return self._host_of[rank]
 
     def local_rank(self, rank: int) -> int:
-        """Its number on its host, by which programs choose a GPU."""
+        """The worker's number on its host, by which programs choose a GPU."""
         return sum(1 for other, host in self._host_of.items() if other < rank and host == self._host_of[rank])

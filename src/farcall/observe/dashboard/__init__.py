@@ -1,1 +1,1 @@
-"""The live page: what a cluster does, in a browser. ``farcall dashboard``, or the option ``dashboard_port``."""
+"""The live page: the work of a cluster, in a browser. ``farcall dashboard``, or the option ``dashboard_port``."""

@@ -1,8 +1,8 @@
 """The values on the page, from pictures of a cluster: plain values that become JSON.
 
-Pure functions. The page knows the names of the fields below and nothing else; `looks.py` decides how often there is a
-new picture. Durations are seconds, rates are per second, sizes bytes. Rates and percentiles are of the time since the
-last look.
+Pure functions. The page knows the names of the fields below and nothing else; `looks.py` decides how often a new
+picture is taken. Durations are in seconds, sizes in bytes. Rates are per second; they and the percentiles cover the
+time since the last look.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-import msgspec
-
 from farcall.observe.answering import WorkerEvents
 from farcall.observe.metrics import CallMetrics, Histogram, Metrics
 from farcall.observe.rates import Row, busiest, errors_of, latency_between, pairs_of_looks
 from farcall.observe.rates import weights as weights_of
 from farcall.observe.snapshot import QUEUED, STARTING, ThreadView, WorkerSnapshot
-from farcall.observe.troubles import ThreadKey, find_troubles
 from farcall.protocol.observing import WorkerState
 from farcall.runtime.membership.events import MEMBER_EVENTS
 
@@ -27,7 +24,7 @@ MOST_WAITING: Final = 60
 MOST_EVENTS: Final = 200
 MOST_FRAMES: Final = 20
 SAME_S: Final = 10.0
-"""News of one member within this time are the same news."""
+"""Events of one member within this time are one event, seen by several workers."""
 Values = dict[str, Any]
 
 
@@ -63,7 +60,6 @@ def workers(found_rows: Sequence[Row], silent: Sequence[WorkerState]) -> list[Va
                 "contexts": one.contexts,
                 "errors_in_all": errors_of(one.called),
                 "reconnects": one.reconnects,
-                "lost": one.peers_lost,
             }
         )
     for worker in silent:
@@ -80,7 +76,7 @@ def _percentiles(latency: Histogram) -> Values:
 
 
 def point(at: float, found: Sequence[Row], sent: Sequence[Values]) -> Values:
-    """One point of every line over time; ``sent``: from `channels`. ``workers``: calls, p50, p99, bytes of each."""
+    """One point of every line over time; ``sent``: from `channels`. ``workers``: calls, p50 and p99 of each."""
     latency = sum((row.latency for row in found), Histogram({}))
     return {
         "at": at,
@@ -91,13 +87,11 @@ def point(at: float, found: Sequence[Row], sent: Sequence[Values]) -> Values:
         "queued": sum(row.now.pool.queued for row in found),
         "busy": sum(row.now.pool.busy for row in found),
         "in_flight": sum(row.now.calls_in_flight for row in found),
-        "owned": sum(row.now.owned_references for row in found),
         "workers": {
             row.now.worker: [
                 _rounded(row.called_per_s),
                 _rounded(row.latency.percentile(50)),
                 _rounded(row.latency.percentile(99)),
-                _rounded(row.sent_per_s + row.received_per_s),
             ]
             for row in found
         },
@@ -108,9 +102,9 @@ def pairs(before: Sequence[Metrics], now: Sequence[Metrics]) -> list[list[Any]]:
     """Calls by pair: [caller, callee, calls a second, calls in all, p50, p99, errors in all, bytes a second]."""
     found = []
     for then, one, seconds in pairs_of_looks(before, now):
-        calls_then, bytes_then, bytes_now = _by_peer(then.called), _sent_to(then), _sent_to(one)
-        for peer, calls in _by_peer(one.called).items():
-            since = latency_between(calls, calls_then.get(peer, []))
+        (calls_then, bytes_then), (calls_now, bytes_now) = _by_peer(then), _by_peer(one)
+        for peer, calls in calls_now.items():
+            since = latency_between(calls, calls_then[peer])
             latency = since if since.count else latency_between(calls, [])
             found.append(
                 [
@@ -127,18 +121,15 @@ def pairs(before: Sequence[Metrics], now: Sequence[Metrics]) -> list[list[Any]]:
     return found
 
 
-def _by_peer(calls: Iterable[CallMetrics]) -> dict[str, list[CallMetrics]]:
-    found: dict[str, list[CallMetrics]] = {}
-    for call in calls:
-        found.setdefault(call.peer, []).append(call)
-    return found
-
-
-def _sent_to(one: Metrics) -> Counter[str]:
-    found: Counter[str] = Counter()
+def _by_peer(one: Metrics) -> tuple[defaultdict[str, list[CallMetrics]], Counter[str]]:
+    """The calls to each peer, and the bytes sent to each."""
+    calls: defaultdict[str, list[CallMetrics]] = defaultdict(list)
+    for call in one.called:
+        calls[call.peer].append(call)
+    sent: Counter[str] = Counter()
     for channel in one.channels:
-        found[channel.peer] += channel.sent_bytes
-    return found
+        sent[channel.peer] += channel.sent_bytes
+    return calls, sent
 
 
 def functions(before: Sequence[Metrics], now: Sequence[Metrics], seconds: float) -> list[Values]:
@@ -203,7 +194,7 @@ def weights(before: Sequence[Metrics], now: Sequence[Metrics]) -> list[Values]:
             "version": row.version,
             "size": row.size_bytes,
             "pushes": row.pushes_per_s,
-            "copied": row.bytes_per_s,
+            "copied": row.pushes_per_s * row.size_bytes,
             "who": row.told(MOST_FUNCTIONS),
             "behind": sum(number < row.number for number in row.subscribers.values()),
         }
@@ -243,11 +234,6 @@ def _stack(thread: ThreadView | None) -> Values | None:
         return None
     frames = [f"{frame.file}:{frame.line} in {frame.function}" for frame in thread.stack[:MOST_FRAMES]]
     return {"thread": thread.name, "frames": frames}
-
-
-def troubles(snapshots: Sequence[WorkerSnapshot], still: set[ThreadKey]) -> list[Values]:
-    """Cycles and exhausted pools."""
-    return [msgspec.structs.asdict(trouble) for trouble in find_troubles(snapshots, still)]
 
 
 def events(happened: Iterable[WorkerEvents]) -> list[Values]:

@@ -1,8 +1,8 @@
 """Regular looks at a cluster, for the page: the thread that asks, and the latest state.
 
 Owns the connection to the cluster, the rhythm and the history. One thread looks; threads of the web server read the
-state, which is replaced as a whole. While nobody has the page open it looks seldom, so that there is a history to see;
-and looking takes at most a third of its time, however large the cluster is.
+state, which is replaced as a whole. While no browser has the page open, the thread looks seldom, to have a history to
+show. Looking takes at most a third of its time, however large the cluster is.
 
     state        event                        then
     unconnected  connected                    connected: looks
@@ -20,13 +20,15 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any, Final
 
+from msgspec.structs import asdict
+
 from farcall.errors import RpcError
 from farcall.observe.dashboard import digest
 from farcall.observe.metrics import Metrics
 from farcall.observe.observer import Observer
 from farcall.observe.rates import cluster_title, pairs_of_looks, rows
 from farcall.observe.snapshot import WorkerSnapshot
-from farcall.observe.troubles import still_threads
+from farcall.observe.troubles import find_troubles, still_threads
 from farcall.transport.interface import TransportError
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -137,7 +139,6 @@ class Looks:
         self._state = {
             "error": "",
             "cluster": cluster_title(heard.cluster_id, heard.answers),
-            "asked": observer.member,
             "number": self._number,
             "looked_at": time.time(),
             "workers": digest.workers(found, heard.silent),
@@ -146,7 +147,7 @@ class Looks:
             "channels": sent,
             "weights": digest.weights(before, heard.answers),
             "waiting": digest.waiting(snapshots.answers),
-            "troubles": digest.troubles(snapshots.answers, still),
+            "troubles": [asdict(trouble) for trouble in find_troubles(snapshots.answers, still)],
             "events": digest.events(happened.answers),
         }
 

@@ -8,11 +8,11 @@ elsewhere; headers have the browser refuse it if it did.
     /state.json?since=7   the latest state, and the points of time after the seventh
     /calls.json?from=&to= the functions that one worker calls on another
 
-On loopback it is seen by everybody on this host, and by nobody else. A page on the internet can have a browser connect
+On loopback, all users of this host see the page, and nobody else. A page on the internet can have a browser connect
 to loopback under a name of its own choice (DNS rebinding), so a request must name a loopback host.
 
-To other hosts it is served over TLS only, with the certificate of this host, below a path that nobody guesses: the
-address is the permission. There is no other authentication, hence nothing to be wrong with it.
+Other hosts get the page over TLS only, with the certificate of this host, below a path that cannot be guessed: the
+address is the permission, and there is no other authentication.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Dashboard:
         tls: Tls | None = None,
         name: str = "",
     ) -> None:
-        """``connect`` finds the cluster. ``name``: what browsers elsewhere call this host."""
+        """``connect`` finds the cluster. ``name``: that of this host, for browsers elsewhere."""
         self._looks = Looks(connect)
         self._token = "" if is_loopback(host) else secrets.token_urlsafe(32)
         if self._token and (tls is None or not tls.serves_web()):
@@ -76,11 +76,7 @@ class Dashboard:
         place = f"[{shown}]" if ":" in shown else shown
         self.url: str = f"https://{place}:{self.port}/{self._token}/" if self._token else f"http://{place}:{self.port}/"
         """Where to point a browser."""
-
-    def start(self) -> None:
-        """Begin to serve, and to look."""
         self._looks.start()
-        self._server.start()
 
     def close(self) -> None:
         """Stop."""

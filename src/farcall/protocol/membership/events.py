@@ -1,4 +1,4 @@
-"""What goes into the membership machine and what comes out of it, and what may be chosen about it.
+"""The events and effects of the membership machine, and its options.
 
 Plain values; no behaviour but the check of the options. Times are seconds on the local monotonic clock: no
 time ever travels to another member.
@@ -14,12 +14,15 @@ import msgspec
 
 from farcall.protocol.member import Member
 from farcall.protocol.membership.messages import Message
+from farcall.protocol.membership.neighbours import FULL_MESH
 
 _T = TypeVar("_T")
+SELDOM = 5
+"""In a large group a member probes once in this many probe intervals."""
 
 
 class Randomness(Protocol):
-    """What of ``random.Random`` is used; passed in, so that a seed repeats a run."""
+    """The methods of ``random.Random`` in use; passed in, so that a seed reproduces a run."""
 
     def random(self) -> float: ...
 
@@ -29,19 +32,20 @@ class Randomness(Protocol):
 
 
 class MembershipOptions(msgspec.Struct, frozen=True):
-    """How quickly a death is noticed, against how long a stall is forgiven.
+    """The balance between noticing a death quickly and forgiving a stall.
 
     Args:
-        probe_interval_s: every so often a member probes one other that has been quiet.
-        probe_timeout_s: how long one round of a probe waits. The first round is a ping, the second a ping and
-            questions to others.
-        suspicion_s: how long a member that did not answer may go on not answering before it is declared dead, if its
-            host does not answer either. Nobody who answers within this time is.
-        indirect_probes: how many others are asked whether they can reach the one that does not answer.
-        remember_s: how long the dead and those who left are told to others, and the dead tried again in case
-            it was only a partition.
+        probe_interval_s: how often a member probes another that has been quiet; five times this in a large group.
+        probe_timeout_s: how long one round of a probe waits; five times this in a large group. The first round is a
+            ping, the second a ping and questions to other members.
+        suspicion_s: how long an unresponsive member has before it is declared dead, if its host does not answer
+            either. A member that answers within this time is never declared dead.
+        indirect_probes: how many other members a prober asks whether they can reach the silent one.
+        remember_s: how long to tell others of members that died or left, and to try the dead again in case it was
+            only a partition.
         unresponsive_s: how long a member may be unresponsive, though its host answers, before it is declared dead;
             None: for ever.
+        full_mesh: up to this many members, each keeps in touch with all others (`neighbours.py`).
     """
 
     probe_interval_s: float = 1.0
@@ -50,6 +54,7 @@ class MembershipOptions(msgspec.Struct, frozen=True):
     indirect_probes: int = 3
     remember_s: float = 3600.0
     unresponsive_s: float | None = None
+    full_mesh: int = FULL_MESH
 
     def __post_init__(self) -> None:
         for name in ("probe_interval_s", "probe_timeout_s", "suspicion_s", "remember_s"):
@@ -61,30 +66,54 @@ class MembershipOptions(msgspec.Struct, frozen=True):
 
     @property
     def gossip_interval_s(self) -> float:
-        """How often news is passed on, while there is any."""
+        """How often a member passes news on, while it has any."""
         return self.probe_interval_s / 5
 
     @property
     def sync_interval_s(self) -> float:
-        """How often a whole table is compared with somebody's."""
+        """How often a member compares its whole table with a neighbour's."""
         return self.probe_interval_s * 30
 
     @property
     def reconnect_interval_s(self) -> float:
-        """How often one of the dead is tried."""
+        """How often a member of a small group tries to reach one of the dead."""
         return self.probe_interval_s * 10
 
+    def retry_dead_s(self, size: int) -> float:
+        """How often a member of a group of ``size`` tries to reach one of the dead.
+
+        All of a large group try as often together as those of a small one: one that meets the other side of a
+        partition suffices, since it tells its neighbours.
+        """
+        return self.reconnect_interval_s * max(1.0, size / self.full_mesh)
+
+    def turn_s(self, size: int) -> float:
+        """How often a member of a group of ``size`` probes another.
+
+        Standing links show the end of a process at once. Probes only find lost hosts and unresponsive members, which
+        may take a little longer where a thousand members share a machine.
+        """
+        return self.probe_interval_s * (1 if size <= self.full_mesh else SELDOM)
+
+    def round_s(self, size: int) -> float:
+        """How long one round of a probe waits in a group of ``size``.
+
+        In a large group longer, as a turn is: its members may share processors, and a question about a member that is
+        only slow makes three others connect to it.
+        """
+        return self.probe_timeout_s * (1 if size <= self.full_mesh else SELDOM)
+
     def death_bound_s(self, size: int) -> float:
-        """Within which time all of ``size`` members know that a host is gone: nothing but its silence tells."""
+        """The time in which all of ``size`` members learn that a host is gone, of which only its silence tells."""
         return (
             self.suspicion_s
-            + 4 * self.probe_timeout_s
-            + (math.log2(size) + 8) * self.probe_interval_s
+            + 4 * self.round_s(size)
+            + (math.log2(size) + 8) * self.turn_s(size)
             + self.news_bound_s(size)
         )
 
     def news_bound_s(self, size: int) -> float:
-        """Within which time all of ``size`` members know what one of them knows."""
+        """The time in which all of ``size`` members learn what one of them knows."""
         return (0.5 * math.log2(size) + 2) * self.probe_interval_s
 
 
@@ -92,9 +121,13 @@ class MembershipOptions(msgspec.Struct, frozen=True):
 
 
 class LocalJoin(msgspec.Struct, frozen=True):
-    """Join through ``via``, which answered at an address. Again, with another, where that one is gone."""
+    """Join through ``via``, which answered at an address. Repeat with another member if ``via`` is gone.
+
+    ``former``: the members that this node knew in its former membership.
+    """
 
     via: int
+    former: tuple[Member, ...] = ()
 
 
 class LocalLeave(msgspec.Struct, frozen=True):
@@ -102,26 +135,26 @@ class LocalLeave(msgspec.Struct, frozen=True):
 
 
 class Received(msgspec.Struct, frozen=True):
-    """A membership message came from ``sender``, over a link that proved to be its."""
+    """A membership message came from ``sender``, over a link that the handshake proved to be its own."""
 
     sender: int
     message: Message
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """Something that is no membership message has come from ``incarnation`` since the last such event."""
+    """Bytes other than a membership message have come from ``incarnation`` since the last such event."""
 
     incarnation: int
 
 
 class LinkLost(msgspec.Struct, frozen=True):
-    """The link to ``incarnation`` has ended without its goodbye."""
+    """The link to ``incarnation`` has ended without a goodbye."""
 
     incarnation: int
 
 
 class LinkRefused(msgspec.Struct, frozen=True):
-    """Dialling ``incarnation`` showed that it is not there: no one listens at its addresses, or another process does.
+    """A dial showed that ``incarnation`` is gone: nobody listens at its addresses, or another process does.
 
     Not for timeouts, unreachable hosts or a full backlog: those are silence.
     """
@@ -130,14 +163,14 @@ class LinkRefused(msgspec.Struct, frozen=True):
 
 
 class HostSeen(msgspec.Struct, frozen=True):
-    """Whether the host of ``incarnation`` answers, its kernel: the process may be busy or stopped."""
+    """Whether the kernel of ``incarnation``'s host answers, though the process may be busy or stopped."""
 
     incarnation: int
     answers: bool
 
 
 class LinkGivenUp(msgspec.Struct, frozen=True):
-    """There will be no link to ``incarnation`` any more, whether it lives or not: that is a verdict, and final."""
+    """This node will never again link to ``incarnation``, alive or not: a verdict, and final."""
 
     incarnation: int
     why: str
@@ -147,7 +180,7 @@ class LinkGivenUp(msgspec.Struct, frozen=True):
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send ``message`` to the incarnation ``to``, dialling if there is no link. It may be lost: nobody waits for it."""
+    """Send ``message`` to the incarnation ``to``; dial if no link exists. The message may be lost: nobody waits."""
 
     to: int
     message: Message
@@ -166,13 +199,13 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Departed(msgspec.Struct, frozen=True):
-    """This member has left, and others know it (or nobody could be told)."""
+    """This member has left, and others know it (or none could be reached)."""
 
 
 class Expelled(msgspec.Struct, frozen=True):
     """The others hold this member for dead, and that is final: end everything, with this reason.
 
-    ``by``: one of the others, who may let this node in again as a new member; 0: it is not known who.
+    ``by``: the member that said so, which may let this node in again as a new member; 0: unknown.
     """
 
     why: str
@@ -184,25 +217,28 @@ class MemberJoined(msgspec.Struct, frozen=True):
 
 
 class MemberUnresponsive(msgspec.Struct, frozen=True):
-    """It answers nobody; that alone is no death."""
+    """The member answers nobody; that alone is no death."""
 
     member: Member
 
 
 class MemberRecovered(msgspec.Struct, frozen=True):
-    """It was unresponsive, and lives."""
+    """An unresponsive member answers again."""
 
     member: Member
 
 
 class LinkSilent(msgspec.Struct, frozen=True):
-    """Another member hears from ``incarnation``, and we do not: perhaps nothing comes through between us two."""
+    """Another member hears from ``incarnation``, and we do not: the network between us two may be cut."""
 
     incarnation: int
 
 
 class MemberLeft(msgspec.Struct, frozen=True):
+    """The member announced that it leaves; ``why`` is empty if it left of its own will."""
+
     member: Member
+    why: str = ""
 
 
 class MemberDied(msgspec.Struct, frozen=True):

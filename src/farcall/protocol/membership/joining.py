@@ -1,16 +1,17 @@
 """Coming and going: newcomers that ask for a place, members that give one out, and members that leave.
 
-Names and ranks are given out by one member at a time, the arbiter.
+One member at a time gives out names and ranks: the *arbiter*, in each member's view the trusted member of the lowest
+rank. The *sponsor*, the member that a newcomer asks, forwards the request to the arbiter. So of two newcomers that want
+one name at the same time, the arbiter offers it to the first and tells the second who has it.
 
-The arbiter is the trusted member of the lowest rank, as far as one knows. Whoever is asked to let a newcomer in,
-its *sponsor*, asks the arbiter. So of two who want one name at the same time, the arbiter offers it to the first
-and tells the second who has it. An offer binds nobody: the newcomer becomes a member when it has confirmed it to
-a sponsor, who spreads the word. Were it taken in before, one who has long given up could drive a living member
-from its name: an arbiter that slept answers questions of yesterday.
+An offer binds nobody: the newcomer becomes a member when it has confirmed the offer to a sponsor, which spreads the
+news. If the offer alone admitted it, a newcomer that gave up long ago could drive a living member from its name: an
+arbiter that was stopped for a while answers old requests.
 
     newcomer              sponsor                  arbiter
     Join(record) ------>  Forward(record) ------>  decides
-                <------  Decision         <------  Decision(record with an admission number, or why not)
+                <------  Decision         <------  Decision(record with an admission number, or why not;
+                                                            the members it heard of last)
     Join(record) ------>  takes it in, spreads it
                 <------  JoinAnswer(table)
 
@@ -26,14 +27,20 @@ from its name: an arbiter that slept answers questions of yesterday.
                                                                  no, once its death would be known
 
 For a moment there may be two arbiters (one is unresponsive, or not known to all yet), and two incarnations with one
-name or rank. Then the later admission stays (of equal ones the higher incarnation) and the other one is expelled, by
-whoever sees both: ``loser_of``. A name is given out again only by one who knows that its holder has ended, so the later
-one also is the right one where word of that end has not come yet. A newcomer has one admission number, so only the
-first offer is confirmed; it asks its sponsor again until it answers, or until the driver names another one.
+name or rank. Then the later admission stays (of equal ones the higher incarnation), and any member that sees both
+expels the other: ``loser_of``. An arbiter gives a name out again only if it knows that the holder has ended, so the
+later admission is also right where news of that end has not arrived yet. A newcomer has one admission number, so it
+confirms only the first offer; it repeats its request until the sponsor answers, or until the driver names another.
 
-A member that leaves tells a few, and goes when two of them have said that they know: one of them may die before it
-tells anybody. Those who do not answer are not waited for: each round tells others, and after the last one this member
-goes all the same; then it is found dead instead of gone.
+A newcomer knows every member that was there before it asked: a member's start ends when its neighbours know it, the
+arbiter among them in a full mesh; and the arbiter's latest members reach the sponsor, whose table the newcomer gets.
+
+A leaving member tells all its neighbours, and goes when all of them have acknowledged, at least two: who was not told
+would find nobody there, and report a death. Two, since one may die before it tells anybody; and an acknowledgement by a
+member that is leaving itself does not count, since it may be gone before it passes anything on (all nodes of one
+process leave together). Whoever takes the place of such a neighbour is told, too. After two rounds the leaving member
+waits for nobody silent, if two have acknowledged, and after the last round it goes all the same; the others then find
+it dead instead of gone.
 """
 
 from __future__ import annotations
@@ -45,6 +52,7 @@ import msgspec
 
 from farcall.protocol.member import Member
 from farcall.protocol.membership.messages import (
+    MAX_UPDATES,
     Ack,
     Decision,
     Forward,
@@ -61,11 +69,12 @@ from farcall.protocol.membership.news import Shared
 from farcall.protocol.membership.probing import Prober
 
 MAX_CONTESTS = 256
-RESERVED_ROUNDS = 6  # probe timeouts: so long an offer holds, counted from when it was last asked for
+RESERVED_ROUNDS = 6  # probe timeouts for which an offer holds, counted from the newcomer's latest request
 ACKS_NEEDED = 2
+PATIENT_ROUNDS = 2
 FAREWELL_ROUNDS = 5
 GROUP_IS_OVER = "the group is over, since a member has left it"
-"""Why a group of fixed size lets nobody in any more: its members leave together, or to meet anew."""
+"""Why a group of fixed size admits nobody any more: its members leave together, or to meet anew."""
 
 NewcomerMessage: TypeAlias = Join | Introduction | Forward | Decision
 
@@ -82,9 +91,10 @@ class Admissions:
         self._take_in = take_in
         self._table, self._outbox = shared.table, shared.outbox
         self._prober = prober
-        self._offers: dict[int, tuple[Member, float]] = {}  # newcomer -> what it was offered, until when
-        self._last_offer = 0
-        self._contests: dict[int, float] = {}  # newcomer -> since when it is found out whether the holder lives
+        # Mutable, as arbiter:
+        self._offers: dict[int, tuple[Member, float]] = {}  # newcomer -> its offer, and until when it holds
+        self._last_offer = 0  # the latest admission number
+        self._contests: dict[int, float] = {}  # newcomer -> when probing of the holder of its name or rank began
 
     def handle(self, sender: int, message: NewcomerMessage, now: float) -> None:
         """A message from or about a newcomer."""
@@ -96,12 +106,15 @@ class Admissions:
             case Forward(member):
                 decision = self.decide(member, now)
                 if decision is not None:
-                    self._outbox.send(sender, decision)
-            case Decision(member) if member.incarnation != self._table.me:  # the newcomer does not talk to the arbiter
-                self._outbox.send(member.incarnation, message)
+                    latest = self._table.latest(MAX_UPDATES)
+                    self._outbox.send(sender, msgspec.structs.replace(decision, latest=latest))
+            case Decision(member, why_not, latest) if member.incarnation != self._table.me:  # as sponsor: pass it on
+                for other in latest:
+                    self._take_in(other, now)
+                self._outbox.send(member.incarnation, Decision(member, why_not))
 
     def _on_join(self, member: Member, now: float) -> None:
-        """As sponsor: pass a request on; take one in who was offered a place."""
+        """As sponsor: forward a request to the arbiter; take in a newcomer that confirms its offer."""
         if self._is_fixed and self._table.is_over and self._table.member(member.incarnation) is None:
             self._outbox.send(member.incarnation, Decision(member, GROUP_IS_OVER))
         elif not member.admission and self._table.member(member.incarnation) is None:
@@ -111,7 +124,7 @@ class Admissions:
             elif (decision := self.decide(member, now)) is not None:
                 self._outbox.send(member.incarnation, decision)
         elif self._confirm(member, now):
-            # With the records of the dead: if they only were cut off, the newcomer, too, finds them again.
+            # Include the dead: if they were only cut off, the newcomer can find them again, too.
             updates = tuple(
                 Update(entry.incarnation, entry.status, entry.version, entry.member, entry.why)
                 for entry in self._table.entries.values()
@@ -119,7 +132,7 @@ class Admissions:
             self._outbox.send(member.incarnation, JoinAnswer(updates))
 
     def _confirm(self, member: Member, now: float) -> bool:
-        """Take in one who was offered a place, unless that has been given to another since."""
+        """Take in a newcomer with an offer, unless its place has been given to another since."""
         if self._table.member(member.incarnation) is None:
             for rival in self._table.rivals(member):
                 if rival.admission >= member.admission:
@@ -129,7 +142,7 @@ class Admissions:
         return True
 
     def decide(self, member: Member, now: float) -> Decision | None:
-        """As arbiter: yes, no, or nothing yet."""
+        """As arbiter: an offer, a refusal, or None: undecided, the newcomer asks again."""
         entry = self._table.entries.get(member.incarnation)
         if entry is not None:
             known = entry.member or member
@@ -185,14 +198,14 @@ def _why_not(member: Member, rival: Member, how: str = "which is alive") -> str:
 
 
 def loser_of(one: Member, other: Member) -> tuple[Member, str]:
-    """Of two incarnations that were let in with one name or rank, the one that has to go, and why."""
+    """Of two incarnations admitted with one name or rank, the one that has to go, and why."""
     loser, winner = sorted((one, other), key=lambda member: (member.admission, member.incarnation))
     what = f"the name {loser.name!r}" if loser.name == winner.name else f"rank {loser.rank}"
     return loser, f"{what} was given to another process ({winner.name!r}, rank {winner.rank})"
 
 
 class Newcomer:
-    """The way in of one that is nobody yet; either ``admit`` or ``refuse`` is called at its end."""
+    """The joining of a node that is no member yet; ends with a call of ``admit`` or ``refuse``."""
 
     def __init__(
         self, shared: Shared, admit: Callable[[JoinAnswer, float], None], refuse: Callable[[str], None]
@@ -216,19 +229,19 @@ class Newcomer:
             self.ask(self._via, now)
 
     def on_message(self, sender: int, message: Message, now: float) -> None:
-        """Something came, from whomever."""
+        """A message came; before admission, any sender's counts."""
         if isinstance(message, JoinAnswer):
             self._due = None
             self._admit(message, now)
         elif isinstance(message, Decision):
             self._on_offer(message)
         elif isinstance(message, Obituary) and not message.alone:
-            self._refuse(message.why)  # let in and expelled again, before we knew of either
+            self._refuse(message.why)  # admitted and expelled again, before we heard of either
         elif isinstance(message, Ping | Obituary):
-            self._outbox.send(sender, Ack(()))  # the word may be quicker than the answer
+            self._outbox.send(sender, Ack(()))  # news of our admission may overtake the JoinAnswer
 
     def _on_offer(self, decision: Decision) -> None:
-        """Confirm it, the first one only."""
+        """Confirm the first offer only."""
         if decision.why_not:
             self._refuse(decision.why_not)
         elif decision.member.incarnation == self._table.me and not self._table.myself.admission:
@@ -242,32 +255,51 @@ def end_of(incarnation: int, updates: Iterable[Update]) -> tuple[Update, ...]:
 
 
 class Farewell:
-    """The way out of one member; ``depart`` is called at its end."""
+    """The leaving of one member; ends with a call of ``depart``."""
 
     def __init__(self, shared: Shared, depart: Callable[[], None]) -> None:
-        self._options, self._random, self._table = shared.options, shared.random, shared.table
+        self._options, self._table = shared.options, shared.table
         self._timers, self._outbox = shared.timers, shared.outbox
         self._depart = depart
+        # Mutable: who has acknowledged, who is not there any more, who was told in this round; the rounds.
         self._acks: set[int] = set()
+        self._refused: set[int] = set()
+        self._told: set[int] = set()
         self._rounds = 0
 
     def begin(self, now: float) -> None:
-        """The table says already that we have left."""
+        """Tell the neighbours. The table must say already that we have left."""
         self._tell(now, now)
 
     def _tell(self, due: float, now: float) -> None:
-        others = self._table.others
-        if not others or self._rounds == FAREWELL_ROUNDS:
+        self._told.clear()
+        if self._rounds == FAREWELL_ROUNDS:
             self._depart()
             return
         self._rounds += 1
-        for to in self._random.sample(others, min(ACKS_NEEDED + 1, len(others))):
-            self._outbox.send(to, Ping(self._outbox.news(to, self._table.me)))
         self._timers.set(now + self._options.probe_timeout_s, self._tell)
+        self.look()
 
     def on_answer(self, sender: int, updates: Iterable[Update]) -> None:
-        """Something came back; it counts if it shows that our leave is known there."""
+        """Updates came from ``sender``; they acknowledge our leave if they contain it."""
         if end_of(self._table.me, updates):
             self._acks.add(sender)
-            if len(self._acks) >= min(ACKS_NEEDED, len(self._table.others)):
-                self._depart()
+
+    def on_refused(self, incarnation: int) -> None:
+        """Nobody listens at the addresses of ``incarnation``: it has left without telling us, or is dead."""
+        self._refused.add(incarnation)
+        self.look()
+
+    def look(self) -> None:
+        """Something was heard, perhaps that a neighbour leaves, too: depart, or tell those who were not told yet."""
+        members = self._table
+        unheard = members.neighbours() - self._acks - self._refused
+        awaited = [one for one in unheard if members.entries[one].status is Status.ALIVE]
+        witnesses = sum(members.member(one) is not None for one in self._acks)
+        others = len(members.others) - sum(members.member(one) is not None for one in self._refused)
+        if witnesses >= min(ACKS_NEEDED, others) and (not awaited or self._rounds > PATIENT_ROUNDS):
+            self._depart()
+            return
+        for to in sorted(unheard - self._told):
+            self._told.add(to)
+            self._outbox.send(to, Ping(self._outbox.news(to, members.me)))

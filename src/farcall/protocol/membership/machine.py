@@ -1,14 +1,14 @@
 """One member's part in the membership protocol: events in, effects out.
 
-What becomes of this member itself is `TRANSITIONS`, what becomes of others `table.CHANGES`; the package's docstring has
-the rules around them. Longer than other files: what members decide about each other is read in one place.
+`TRANSITIONS` has the states of this member itself, `table.CHANGES` those of others; the package's docstring has the
+rules around them. Longer than other files: it keeps all that members decide about each other in one place.
 
-Owns the composition and this member's own state, and turns what the parts find out (a probe's outcome, a
-change of the table, an arbiter's word) into effects and news. No clock, socket or thread: ``now`` never goes
+Owns the composition and this member's own state, and turns the findings of the parts (the outcome of a probe, a change
+of the table, an arbiter's decision) into effects and news. No clock, socket or thread: ``now`` never goes
 back, and all randomness is passed in. Not thread-safe.
 
-Invariant: only a claim from a member counts. Strangers, and those who are dead to us, may have other tables, and
-nothing of those comes in here except through the rule for healed partitions.
+Invariant: only a claim from a member counts. Strangers and the dead may have other tables, and nothing of those enters
+this one except through the rule for healed partitions.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from farcall.protocol.membership import events
 from farcall.protocol.membership.events import Effect, Event, MembershipOptions, Randomness
 from farcall.protocol.membership.joining import Admissions, Farewell, Newcomer, NewcomerMessage, end_of, loser_of
 from farcall.protocol.membership.messages import (
+    MAX_UPDATES,
     Ack,
     Ask,
     Decision,
@@ -50,7 +51,7 @@ from farcall.protocol.membership.table import Change, Table
 
 
 class State(Enum):
-    """What this node is to the cluster."""
+    """This node's relation to the cluster."""
 
     NEW = "new"
     JOINING = "joining"
@@ -71,20 +72,20 @@ TRANSITIONS: Final[dict[State, dict[type[Event | Effect], State]]] = {
     State.MEMBER: {events.LocalLeave: State.LEAVING, events.Expelled: State.EXPELLED},
     State.LEAVING: {
         events.Departed: State.DEPARTED,
-        events.Expelled: State.DEPARTED,  # nobody waits for it any more, which is what it wanted
+        events.Expelled: State.DEPARTED,  # nobody waits for it any more: its aim in leaving
     },
     State.REFUSED: {},
     State.DEPARTED: {},
     State.EXPELLED: {},
 }
-"""What this node becomes, by the event that makes it so or by the effect that tells of it. Nothing follows an end."""
+"""The next state of this node, by the event that causes it or the effect that reports it. No state follows an end."""
 
 
 class MembershipMachine:
-    """The membership of ``me``.
+    """The membership of ``me``, and its view of all others.
 
-    ``members`` are those of the first hour, oneself among them, as a rendezvous agreed on them; or oneself alone, to
-    found a cluster. None: this node is nobody yet, and needs ``LocalJoin``.
+    ``members`` are the first members, ``me`` among them, as a rendezvous agreed on them; or ``me`` alone, to found a
+    cluster. None: this node is no member yet, and needs ``LocalJoin``.
     """
 
     def __init__(
@@ -97,10 +98,10 @@ class MembershipMachine:
         *,
         is_fixed: bool = False,
     ) -> None:
-        """``is_fixed``: a group of fixed size, which lets others in only for those who died."""
+        """``is_fixed``: a group of fixed size, which admits newcomers only in place of dead members."""
         self.me: int = me.incarnation
         self.state: State = State.NEW
-        self.table: Table = Table(me, now)
+        self.table: Table = Table(me, now, options.full_mesh)
         self._options = options
         self._timers = Timers()
         self._gossip = GossipQueue()
@@ -146,11 +147,15 @@ class MembershipMachine:
                 self._on_message(sender, message, now)
             case events.Heard(incarnation) if self._is_up and self.table.member(incarnation) is not None:
                 self._prober.on_heard(incarnation, now)
+            # Who leaves accuses nobody: a member that leaves at the same time need not have told it.
+            case events.LinkLost() if self.state is State.LEAVING:
+                pass
+            case events.LinkRefused(incarnation) if self.state is State.LEAVING:
+                self._farewell.on_refused(incarnation)
             case events.LinkLost(incarnation) if self._is_up and self.table.member(incarnation) is not None:
                 self._prober.start(incarnation, now, urgent=True)
             case events.LinkRefused(incarnation) if self._is_up and self.table.member(incarnation) is not None:
                 if not self._prober.deny(incarnation, now):
-                    self._suspect(incarnation, now)
                     self._prober.on_refused(incarnation, now)
             case events.HostSeen(incarnation, answers):
                 self._suspicions.see_host(incarnation, answers)
@@ -159,7 +164,10 @@ class MembershipMachine:
             ):
                 self._apply(Update(incarnation, Status.DEAD, entry.version, None, why), now)
                 self._obituaries.tell(incarnation, why)
-            case events.LocalJoin(via) if self._move(events.LocalJoin):
+            case events.LinkRefused(incarnation):
+                self._obituaries.missing.pop(incarnation, None)
+            case events.LocalJoin(via, former) if self._move(events.LocalJoin):
+                self._obituaries.look_for(former, now)
                 self._newcomer.ask(via, now)
             case events.LocalLeave() if self._move(events.LocalLeave):
                 left = Update(self.me, Status.LEFT, 0)
@@ -169,16 +177,27 @@ class MembershipMachine:
         return self._outbox.collect()
 
     def next_deadline(self) -> float | None:
-        """When ``handle_deadline`` wants to be called; None: not by itself."""
+        """When to call ``handle_deadline``; None: no deadline is set."""
         return self._timers.next()
 
     def handle_deadline(self, now: float) -> list[Effect]:
-        """Do what has become due."""
+        """Run the timers that are due."""
         self._timers.run_due(now)
         return self._outbox.collect()
 
+    def record_of(self, incarnation: int) -> Member | None:
+        """The record of a present or former member, if known."""
+        entry = self.table.entries.get(incarnation)
+        return self._obituaries.missing.get(incarnation) if entry is None else entry.member
+
+    def known_members(self) -> list[Member]:
+        """All other members that have not left, the dead included: if this node was cut off, the dead are alive."""
+        entries = self.table.entries.values()
+        known = [entry.member for entry in entries if entry.status is not Status.LEFT and entry.incarnation != self.me]
+        return [member for member in known if member is not None] + list(self._obituaries.missing.values())
+
     def unresponsive(self, now: float) -> dict[int, float]:
-        """The unresponsive members, and for how many seconds they have been so. From any thread."""
+        """The unresponsive members, and for how many seconds they have been so. Safe from any thread."""
         return self._suspicions.ages_s(now)
 
     @property
@@ -186,7 +205,7 @@ class MembershipMachine:
         return self.state is State.MEMBER or self.state is State.LEAVING
 
     def _move(self, cause: type[Event | Effect]) -> bool:
-        """Become what `TRANSITIONS` says; False: that cannot happen to this node now."""
+        """Take the step that `TRANSITIONS` gives; False if the present state has none for ``cause``."""
         after = TRANSITIONS[self.state].get(cause)
         if after is None:
             return False
@@ -199,7 +218,7 @@ class MembershipMachine:
     # --- messages ------------------------------------------------------------------------------------------
 
     def _on_message(self, sender: int, message: Message, now: float) -> None:
-        """Who may say what: see the package's docstring."""
+        """Dispatch by the sender's status: see the package's docstring."""
         if sender == self.me:
             return
         if not self._is_up:
@@ -212,15 +231,17 @@ class MembershipMachine:
         elif entry.status < Status.DEAD:
             self._prober.on_heard(sender, now)
             self._handlers[type(message)](sender, message, now)
+            if self.state is State.LEAVING:
+                self._farewell.look()
         elif entry.status is Status.DEAD and entry.alone:
             self._obituaries.on_given_up_alone(sender, message, entry.why)
         elif entry.status is Status.DEAD:
             self._obituaries.on_dead(sender, message, entry.why)
         elif isinstance(message, Ping):
-            self._outbox.send(sender, Ack((entry.as_update(),)))  # it tells of its leave, and that has come
+            self._outbox.send(sender, Ack((entry.as_update(),)))  # acknowledge its leave: it waits for that
 
     def _on_stranger(self, sender: int, message: Message, now: float) -> None:
-        """A newcomer not heard of yet; or one that the other side of a partition let in; or one long dead."""
+        """A message from a newcomer not heard of yet, a member of another partition, or an incarnation long dead."""
         if sender in self.table.buried:
             self._obituaries.tell(sender, "it was declared dead long ago")
         elif isinstance(message, Join | Introduction):
@@ -230,7 +251,7 @@ class MembershipMachine:
         else:
             if isinstance(message, Ping):
                 ends = end_of(sender, message.updates)
-                self._learn(ends, now)
+                self._learn(sender, ends, now)
                 self._outbox.send(sender, Ack(ends))
             elif isinstance(message, Obituary):
                 self._outbox.send(sender, Ack(()))
@@ -240,23 +261,27 @@ class MembershipMachine:
     def _on_ping(self, sender: int, message: Ping, now: float) -> None:
         about = 0
         if message.updates:
-            self._learn(message.updates, now)
+            self._learn(sender, message.updates, now)
             for update in message.updates:
                 if update.incarnation == self.me:
-                    about = self.me  # our refutation
+                    about = self.me  # send our refutation along
                 elif update.incarnation == sender:
-                    about = sender  # it leaves, and should know that we know
-        if self._is_up:
+                    about = sender  # it leaves: acknowledge that
+        if self.state is State.LEAVING:
+            # Say so: our word that the sender leaves, too, is worth nothing. What is dropped here counts as not sent.
+            news = self._outbox.news(sender, about)
+            self._outbox.send(sender, Ack((self.table.entries[self.me].as_update(), *news[-MAX_UPDATES:])))
+        elif self._is_up:
             self._outbox.send(sender, Ack(self._outbox.news(sender, about)))
 
     def _on_news(self, sender: int, message: Ack | Gossip, now: float) -> None:
         if message.updates:
-            self._learn(message.updates, now)
+            self._learn(sender, message.updates, now)
             if self.state is State.LEAVING:
                 self._farewell.on_answer(sender, message.updates)
 
     def _on_inquiry(self, sender: int, message: Ask | Vouch | Deny, now: float) -> None:
-        self._learn(message.updates, now)
+        self._learn(sender, message.updates, now)
         if not self._is_up:
             return
         if isinstance(message, Ask):
@@ -268,31 +293,34 @@ class MembershipMachine:
 
     # --- what becomes of members ---------------------------------------------------------------------------
 
-    def _learn(self, updates: Iterable[Update], now: float) -> None:
-        entries = self.table.entries
+    def _learn(self, sender: int, updates: Iterable[Update], now: float) -> None:
+        entries, heard = self.table.entries, self._gossip.heard
         for update in updates:
-            entry = entries.get(update.incarnation)
-            if entry is not None and precedence(update.status, update.version) <= entry.precedence:
-                continue
-            if update.incarnation == self.me:
-                self._hear_of_myself(update, now)
+            entry, claim = entries.get(update.incarnation), precedence(update.status, update.version)
+            if entry is None or claim > entry.precedence:
+                if update.incarnation == self.me:
+                    self._hear_of_myself(update, now)
+                else:
+                    self._apply(update, now)
                 if not self._is_up:
                     return
-            else:
-                self._apply(update, now)
+            heard(update.incarnation, claim, sender)
 
     def _hear_of_myself(self, update: Update, now: float) -> None:
         if update.status >= Status.DEAD:
             self._expel(update.why or "it was declared dead")
             return
         if update.status is Status.UNRESPONSIVE:
-            self._prober.health.sink()  # others had to wait for us
+            self._prober.health.sink()  # others waited for us in vain: our own timers may be late, too
         refutation = Update(self.me, Status.ALIVE, update.version + 1, self.table.myself)
         self.table.apply(refutation, now)
         self._spreading.spread(refutation, now)
 
     def _apply(self, update: Update, now: float, own: bool = False, alone: bool = False) -> None:
-        """Take a claim about another incarnation into the table, tell the user what it changed, and pass it on."""
+        """Merge a claim about another incarnation into the table, report the change, and spread it.
+
+        ``own``: this member found it out itself. ``alone``: it heard nobody at all meanwhile, so keep it from others.
+        """
         if update.status < Status.DEAD and update.member is not None and update.incarnation not in self.table.entries:
             update = self._settle_claims(update, update.member, now)
             if not self._is_up:
@@ -323,13 +351,13 @@ class MembershipMachine:
             self._suspicions.end(incarnation)
             self._prober.exclude(incarnation)
             if change is Change.LEFT:
-                tell(events.MemberLeft(member))
+                tell(events.MemberLeft(member, update.why))
             else:
                 self._obituaries.note(incarnation)
                 tell(events.MemberDied(member, update.why))
 
     def _settle_claims(self, update: Update, member: Member, now: float) -> Update:
-        """One that is new here, and perhaps its name or rank is not."""
+        """Settle who keeps a name or rank that both a new ``member`` and a known one claim; the claim to apply."""
         for rival in self.table.rivals(member):
             loser, why = loser_of(member, rival)
             if loser is member:
@@ -352,8 +380,10 @@ class MembershipMachine:
 
     def _conclude(self, probe: Probe, outcome: Outcome, now: float) -> None:
         incarnation = probe.target
+        if self.state is State.LEAVING:
+            return
         if outcome is Outcome.DENIED:
-            self._declare_dead(probe, "nobody listens at its addresses any more", now)
+            self._declare_dead(probe, "nobody listens at its addresses any more", now, is_there=False)
         elif outcome is Outcome.FAILED:
             if probe.last and self._suspicions.stands(incarnation):
                 why = self._suspicions.verdict(incarnation, now)
@@ -366,24 +396,29 @@ class MembershipMachine:
         elif probe.last:
             self._suspicions.renew(incarnation, now)
 
-    def _declare_dead(self, probe: Probe, why: str, now: float) -> None:
-        """If we heard nobody, it may be we who are cut off, or deaf: then the verdict counts here only."""
+    def _declare_dead(self, probe: Probe, why: str, now: float, *, is_there: bool = True) -> None:
+        """Declare a member dead. If we heard nobody meanwhile, we may be cut off: then the verdict counts only here.
+
+        ``is_there``: perhaps its process was only stopped, and reads its obituary when it goes on.
+        """
         entry = self.table.entries[probe.target]
         self._apply(Update(entry.incarnation, Status.DEAD, entry.version, None, why), now, alone=probe.alone)
         entry.alone = probe.alone
-        if not probe.alone:
-            self._obituaries.tell(entry.incarnation, why)  # if it only slept, it finds this when it wakes
+        if is_there and not probe.alone:
+            self._obituaries.tell(entry.incarnation, why)
 
     def _on_entries(self, sender: int, message: Entries, now: float) -> None:
-        self._learn(message.updates, now)
+        self._learn(sender, message.updates, now)
         if message.answer and self._is_up:
             self._spreading.answer_entries(sender, message)
 
     # --- being dead to others ------------------------------------------------------------------------------
 
     def _on_obituary(self, sender: int, message: Obituary, now: float) -> None:
-        if message.alone:
-            self._outbox.send(sender, Ack(()))  # it was deaf: that we answer shows it
+        if message.alone or message.hinted:
+            # The sender was cut off, or has not heard of us yet. Our Ack tells it that we live, even where we are dead
+            # in its table.
+            self._outbox.send(sender, Ack(()))
         elif message.incarnation == self.me:
             self._expel(message.why, sender)
 
@@ -412,22 +447,22 @@ class MembershipMachine:
             entry = self.table.entries[member.incarnation]
             if entry.status is Status.UNRESPONSIVE:
                 self._suspicions.begin(member.incarnation, entry.version, False, now)
-        self._learn([update for update in answer.updates if update.incarnation == self.me], now)
+        self._learn(0, [update for update in answer.updates if update.incarnation == self.me], now)
 
     def _refuse(self, why: str) -> None:
         if self._move(events.Refused):
             self._outbox.tell(events.Refused(why))
 
     def _on_newcomer(self, sender: int, message: NewcomerMessage, now: float) -> None:
-        """Only who stays can answer for anybody."""
+        """Serve newcomers, unless this member leaves: a leaving sponsor or arbiter could not finish the admission."""
         if self.state is State.MEMBER:
             self._admissions.handle(sender, message, now)
 
     def _take_in(self, member: Member, now: float) -> None:
-        self._learn([Update(member.incarnation, Status.ALIVE, 0, member)], now)
+        self._learn(member.incarnation, [Update(member.incarnation, Status.ALIVE, 0, member)], now)
 
     def _on_who_are_you(self, sender: int, message: WhoAreYou, now: float) -> None:
-        """Our sponsor may have gone before it told anybody of us."""
+        """Introduce ourselves: our sponsor may have gone before it spread the news of us."""
         if self.table.myself.admission:
             self._outbox.send(sender, Introduction(self.table.myself))
 

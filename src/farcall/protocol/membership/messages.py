@@ -1,10 +1,10 @@
-"""What members tell each other about members: one typed struct per control message, tags 50 to 65.
+"""The messages of the membership protocol: one typed struct per control message, tags 50 to 65.
 
-Owns shapes and the order of claims about one incarnation (`protocol/member.py`), no behaviour. Every claim is an
-``Update``, and claims about an incarnation are ordered by their
-``precedence``: alive(0) < unresponsive(0) < alive(1) < unresponsive(1) < ... < dead < left. Only the member itself
-raises its version, so it alone can refute; nothing follows an end. Taking the maximum is all a table does, so
-any order of messages, with any of them twice, comes to the same table.
+Owns their shapes and the order of claims about one incarnation (`protocol/member.py`), no behaviour. Every claim is an
+``Update``, and ``precedence`` orders the claims about an incarnation:
+alive(0) < unresponsive(0) < alive(1) < unresponsive(1) < ... < dead < left. Only the member itself raises its version,
+so it alone can refute; nothing follows an end. A table only takes the maximum, so messages in any order, with any
+duplicates, lead to the same table.
 
     message    from -> to               says
     Ping       anybody -> anybody       "say something"
@@ -21,8 +21,8 @@ any order of messages, with any of them twice, comes to the same table.
     Forward    sponsor -> arbiter       "this one wants in"
     Decision   arbiter -> sponsor -> newcomer   an offer, or why not
     JoinAnswer sponsor -> newcomer      "you are in": the table
-    WhoAreYou  anybody -> a stranger    "your news is none for me before I know you"
-    Introduction  newcomer -> back      "I was let in; whoever should have told you cannot, perhaps"
+    WhoAreYou  anybody -> a stranger    "I ignore your news until I know you"
+    Introduction  newcomer -> back      "I was let in; perhaps my sponsor died before it told you"
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from farcall.protocol.control import ControlMessage
 from farcall.protocol.member import Incarnation, Member
 
 BUCKETS = 64
 MAX_UPDATES = 32
-"""Updates that ride along with one message: 5 KiB where each carries a member of usual length, else half a KiB."""
+"""Updates piggybacked on one message: 5 KiB if each carries a member of usual length, else half a KiB."""
 MAX_WHY_CHARACTERS = 400
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -44,7 +45,7 @@ _Why: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_WHY_CHARACTERS)]
 
 
 class Status(IntEnum):
-    """What is claimed of an incarnation."""
+    """The status that a claim gives to an incarnation."""
 
     ALIVE = 0
     UNRESPONSIVE = 1
@@ -52,7 +53,7 @@ class Status(IntEnum):
     LEFT = 3
 
 
-class Update(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Update(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """One claim about one incarnation. Claims about the living carry the whole ``member``."""
 
     incarnation: Incarnation
@@ -67,62 +68,58 @@ _END = 1 << 62
 
 
 def precedence(status: Status, version: int) -> int:
-    """The place of a claim among all about one incarnation: the higher one is the later one."""
+    """The place of a claim among all claims about one incarnation: the higher one is the later."""
     return _END + status if status >= _DEAD else 2 * version + status
 
 
 Updates: TypeAlias = Annotated[tuple[Update, ...], msgspec.Meta(max_length=MAX_UPDATES + 2)]
-"""Those taken along, and what is known of the two that a message is to and about."""
+"""The piggybacked updates, plus what the sender knows of the addressee and of the member in question."""
 
 
-class _Control(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Base of the messages: immutable, and encoded as [tag, field, field ...]."""
-
-
-class Ping(_Control, frozen=True, tag=50):
+class Ping(ControlMessage, frozen=True, tag=50):
     updates: Updates
 
 
-class Ack(_Control, frozen=True, tag=51):
+class Ack(ControlMessage, frozen=True, tag=51):
     updates: Updates
 
 
-class Ask(_Control, frozen=True, tag=52):
+class Ask(ControlMessage, frozen=True, tag=52):
     target: Incarnation
     updates: Updates
 
 
-class Vouch(_Control, frozen=True, tag=53):
+class Vouch(ControlMessage, frozen=True, tag=53):
     target: Incarnation
     updates: Updates
 
 
-class Deny(_Control, frozen=True, tag=54):
+class Deny(ControlMessage, frozen=True, tag=54):
     target: Incarnation
     updates: Updates
 
 
-class Gossip(_Control, frozen=True, tag=55):
+class Gossip(ControlMessage, frozen=True, tag=55):
     updates: Updates
 
 
-class Digest(_Control, frozen=True, tag=56):
+class Digest(ControlMessage, frozen=True, tag=56):
     buckets: Annotated[tuple[int, ...], msgspec.Meta(min_length=BUCKETS, max_length=BUCKETS)]
 
 
-class Entries(_Control, frozen=True, tag=57):
-    """``answer`` asks for what the receiver knows better in these buckets."""
+class Entries(ControlMessage, frozen=True, tag=57):
+    """A part of the sender's table. ``answer``: the receiver should send back its later claims in these buckets."""
 
     buckets: Annotated[tuple[int, ...], msgspec.Meta(max_length=BUCKETS)]
     updates: tuple[Update, ...]
     answer: bool
 
 
-class Obituary(_Control, frozen=True, tag=58):
-    """``size`` members share the sender's table, and ``lowest_rank`` is the lowest of theirs.
+class Obituary(ControlMessage, frozen=True, tag=58):
+    """The addressee is dead in the sender's table, which has ``size`` members and this ``lowest_rank``.
 
-    ``hinted``: the sender heard from a third one that the addressee lives; it may be a stranger to it. ``alone``: the
-    sender heard nobody at all when it gave the addressee up, and is wrong if that one, or anybody, thinks otherwise.
+    ``hinted``: the sender learned from a third member that the addressee lives, and may be a stranger to it.
+    ``alone``: the sender heard nobody at all when it gave the addressee up, and is wrong if any member disagrees.
     """
 
     incarnation: Incarnation
@@ -133,36 +130,40 @@ class Obituary(_Control, frozen=True, tag=58):
     alone: bool = False
 
 
-class Resurfaced(_Control, frozen=True, tag=59):
+class Resurfaced(ControlMessage, frozen=True, tag=59):
     incarnation: Incarnation
 
 
-class Join(_Control, frozen=True, tag=60):
+class Join(ControlMessage, frozen=True, tag=60):
     member: Member
 
 
-class Forward(_Control, frozen=True, tag=61):
+class Forward(ControlMessage, frozen=True, tag=61):
     member: Member
 
 
-class Decision(_Control, frozen=True, tag=62):
-    """Where ``why_not`` is empty, ``member`` has its admission number."""
+class Decision(ControlMessage, frozen=True, tag=62):
+    """The arbiter's answer: if ``why_not`` is empty, an offer, and ``member`` has its admission number.
+
+    ``latest``: the members that the arbiter heard of last. The sponsor may not have heard of all of them yet.
+    """
 
     member: Member
     why_not: _Why
+    latest: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_UPDATES)] = ()
 
 
-class JoinAnswer(_Control, frozen=True, tag=63):
-    """The whole table, the newcomer in it."""
+class JoinAnswer(ControlMessage, frozen=True, tag=63):
+    """The whole table, the newcomer included."""
 
     updates: tuple[Update, ...]
 
 
-class WhoAreYou(_Control, frozen=True, tag=64):
+class WhoAreYou(ControlMessage, frozen=True, tag=64):
     pass
 
 
-class Introduction(_Control, frozen=True, tag=65):
+class Introduction(ControlMessage, frozen=True, tag=65):
     member: Member
 
 

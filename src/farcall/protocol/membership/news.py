@@ -1,83 +1,129 @@
-"""How news leaves a member: what it sends, what rides along, whose turn it is, and what is due when.
+"""How news leaves a member: outgoing messages, piggybacked updates, turns among neighbours, and timers.
 
-Owns the effects since they were last collected, the updates that are still passed on, and the timers; `Shared` is what
-every part of the machine gets of these. Knows nothing of what an update means, nor why a message is sent.
+Owns the effects since they were last collected, the updates still to be passed on, and the timers; `Shared` hands these
+to every part of the machine. Knows nothing of what an update means, nor why a message is sent.
 
-**Riding along.** A message to an unresponsive member always tells it so, and one about a third member always tells what
-is known of that one: a refutation then comes back with the very answer.
+**Piggybacking.** A message to an unresponsive member always tells it so, and a message about a third member always
+carries what the sender knows of that member: a refutation then comes back with the very answer.
 
-**Gossip** runs only while there is something to tell. Each update is passed on ``sends_needed(n)`` times by everyone
-who learns it, to members in an order of chance; one in e^R is missed by all of them. R = 1.5 * bits(n) + 2 makes that
-less than one member in a cluster of a thousand for 20,000 updates. At most ``MAX_UPDATES`` travel at once, so a message
-is bounded, whatever happens. What has not been told at all goes first; the rest takes turns. Only messages sent for the
-sake of news count: others carry updates, too, but in a storm of probes those all go to the same few.
+**Gossip** runs only while there is news. Each member that learns an update passes it on to its neighbours, in random
+order, except to those that it heard it from. In a large group each neighbour is told once: every member has eight that
+will tell it, so it misses an update only if all eight messages are lost, and an edge of the graph carries an update
+once or twice, however many members die at a time. Who becomes a neighbour while the news spreads is told, too: news of
+a death comes to members whose neighbours change with it. In a small group an update goes out ``sends_needed(n)`` times;
+all members together miss one in e^R, R = 1.5 * bits(n) + 2. A message carries at most ``MAX_UPDATES``, so its size is
+bounded. Updates never sent before go first; the rest take turns. Only messages sent for the sake of news count: others
+carry updates, too, but in a storm of probes those all go to the same few members.
 
-**Comparing** whole tables (digests first, and of the tables only where they differ) runs for ever: it finds what gossip
-missed, and what was said on the other side of a partition.
+**Comparing** whole tables (digests first, then only the buckets that differ) runs for ever: it finds what gossip
+missed, and what the other side of a partition learned.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from itertools import chain, count, islice
 from typing import TypeAlias
 
 import msgspec
 
 from farcall.protocol.membership.events import Effect, MembershipOptions, Randomness, Send
-from farcall.protocol.membership.messages import MAX_UPDATES, Digest, Entries, Gossip, Message, Ping, Status, Update
+from farcall.protocol.membership.messages import (
+    MAX_UPDATES,
+    Digest,
+    Entries,
+    Gossip,
+    Message,
+    Ping,
+    Status,
+    Update,
+    precedence,
+)
 from farcall.protocol.membership.table import Entry, Table
 
 GOSSIP_FANOUT = 3
-"""How many members are told at once, each gossip interval, while there is news."""
+"""How many members get a gossip message in each gossip interval, while there is news."""
 
 
 def sends_needed(size: int) -> int:
-    """How often each member passes an update on, in a cluster of ``size``."""
+    """How many times each member passes an update on at most, in a cluster of ``size``."""
     return 3 * size.bit_length() // 2 + 2
 
 
 class _Item:
-    __slots__ = ("sends_left", "update")
+    __slots__ = ("keep_until", "knowing", "precedence", "sends_left", "update")
 
-    def __init__(self, update: Update, sends_left: int) -> None:
+    def __init__(self, update: Update, sends_left: int, keep_until: float) -> None:
         self.update = update
+        self.precedence = precedence(update.status, update.version)
         self.sends_left = sends_left
+        self.keep_until = keep_until
+        self.knowing: set[int] = set()
+        """The members that need not be told: they said so, or were told once, where that is enough."""
 
 
 class GossipQueue:
-    """The updates that are still passed on."""
+    """The updates that are still to be passed on, at most one per incarnation, and who knows each."""
 
     __slots__ = ("_fresh", "_told")
 
     def __init__(self) -> None:
+        # Mutable: updates never sent for their own sake, and updates sent at least once, in the order of their turns.
         self._fresh: dict[int, _Item] = {}
         self._told: dict[int, _Item] = {}
 
     def __len__(self) -> int:
         return len(self._fresh) + len(self._told)
 
-    def add(self, update: Update, sends: int) -> None:
-        """Pass ``update`` on ``sends`` times, instead of what was told of its incarnation before."""
-        self._told.pop(update.incarnation, None)
-        self._fresh[update.incarnation] = _Item(update, sends)
+    def add(self, update: Update, sends: int, keep_until: float = math.inf) -> None:
+        """Pass ``update`` on ``sends`` times, in place of the older update about its incarnation.
 
-    def peek(self) -> tuple[Update, ...]:
-        """What rides along with a message that is sent anyway. It does not count."""
+        ``keep_until``: who becomes a neighbour before then is told, too, even if all others know.
+        """
+        self._told.pop(update.incarnation, None)
+        self._fresh[update.incarnation] = _Item(update, sends, keep_until)
+
+    def heard(self, incarnation: int, claim: int, sender: int) -> None:
+        """``sender`` told a claim about ``incarnation``, of this precedence: do not tell it the same."""
+        item = self._fresh.get(incarnation) or self._told.get(incarnation)
+        if item is not None and item.precedence <= claim:
+            item.knowing.add(sender)
+
+    def peek(self, to: int) -> tuple[Update, ...]:
+        """The updates to piggyback on a message that is sent anyway; that does not count as a send."""
         if not self._fresh and not self._told:
             return ()
-        return tuple(item.update for item in islice(chain(self._fresh.values(), self._told.values()), MAX_UPDATES))
+        return tuple(item.update for item in self._next_for(to))
 
-    def take(self) -> tuple[Update, ...]:
-        """What goes into a message that is sent for its sake."""
-        taken = [self._fresh.pop(incarnation) for incarnation in list(islice(self._fresh, MAX_UPDATES))]
-        taken += [self._told.pop(incarnation) for incarnation in list(islice(self._told, MAX_UPDATES - len(taken)))]
+    def take(self, to: int, *, once: bool) -> tuple[Update, ...]:
+        """The updates for a gossip message to ``to``; counts as a send of each. ``once``: do not tell it again."""
+        taken = list(self._next_for(to))
         for item in taken:
-            item.sends_left -= 1
+            incarnation = item.update.incarnation
+            if self._fresh.pop(incarnation, None) is None:
+                del self._told[incarnation]
+            item.sends_left -= not once
+            if once:
+                item.knowing.add(to)
             if item.sends_left > 0:
-                self._told[item.update.incarnation] = item  # at the end: they take turns
+                self._told[incarnation] = item  # at the end of the dict, so that updates take turns
         return tuple(item.update for item in taken)
+
+    def _next_for(self, to: int) -> Iterator[_Item]:
+        items = chain(self._fresh.values(), self._told.values())
+        return islice((item for item in items if to not in item.knowing), MAX_UPDATES)
+
+    def drop_old(self, now: float) -> None:
+        """Drop the updates that need not be kept any longer."""
+        for items in (self._fresh, self._told):
+            for incarnation in [one for one, item in items.items() if item.keep_until <= now]:
+                del items[incarnation]
+
+    def is_news_to(self, members: frozenset[int]) -> bool:
+        """Is there an update that one of ``members`` may not know?"""
+        return any(not members <= item.knowing for item in chain(self._fresh.values(), self._told.values()))
 
     def clear(self) -> None:
         self._fresh.clear()
@@ -85,14 +131,14 @@ class GossipQueue:
 
 
 Action: TypeAlias = Callable[[float, float], None]
-"""Called with the time it was due and the time it is."""
+"""Called with the time at which it was due, and the present time."""
 
 
 class Timers:
     """Actions and when they are due.
 
-    An action cannot be taken back. Whoever set it looks, when it comes, whether it still matters: that is cheaper than
-    to search the heap, because almost every timer of a failure detector is overtaken by good news.
+    A timer cannot be cancelled: its action checks whether it still matters. That is cheaper than searching the heap,
+    because good news overtakes almost every timer of a failure detector.
     """
 
     __slots__ = ("_heap", "_numbers")
@@ -108,7 +154,7 @@ class Timers:
         return self._heap[0][0] if self._heap else None
 
     def run_due(self, now: float) -> None:
-        """Run what is due at ``now``, one after the other: an action may clear the rest."""
+        """Run the actions due at ``now``, popped one by one: an action may clear the rest."""
         while self._heap and self._heap[0][0] <= now:
             when, _, action = heapq.heappop(self._heap)
             action(when, now)
@@ -118,10 +164,10 @@ class Timers:
 
 
 class Turns:
-    """All other members one after the other, in an order of chance that is drawn anew each round.
+    """All neighbours one after the other, in a random order that is drawn anew each round.
 
-    Better than drawing one at a time: nobody is left out for long, and in a small cluster nobody at all. A newcomer
-    gets a place in the round that is under way, or it would be left out for all of it.
+    Better than independent draws, which may skip a neighbour for long. A newcomer gets a random place in the present
+    round; otherwise it would wait for the next one.
     """
 
     __slots__ = ("_left", "_random", "_table")
@@ -132,27 +178,30 @@ class Turns:
         self._left: list[int] = []
 
     def include(self, incarnation: int) -> None:
-        """A newcomer."""
+        """Give a newcomer a place in the present round, if it is a neighbour."""
+        if incarnation not in self._table.neighbours():
+            return
         left = self._left
         place = int(self._random.random() * (len(left) + 1))
         left.append(incarnation)
         left[place], left[-1] = left[-1], left[place]
 
     def next(self) -> Entry | None:
-        """Whose turn it is; None if there is nobody else."""
-        if not self._table.others:
+        """The neighbour whose turn it is; None if there is none."""
+        neighbours = self._table.neighbours()
+        if not neighbours:
             return None
         while True:
             if not self._left:
-                self._left = list(self._table.others)
+                self._left = sorted(neighbours)  # the order of a set would not be reproducible from a seed
                 self._random.shuffle(self._left)
-            entry = self._table.member(self._left.pop())
-            if entry is not None:
-                return entry
+            incarnation = self._left.pop()
+            if incarnation in neighbours:
+                return self._table.entries[incarnation]
 
 
 class Outbox:
-    """The effects since they were last collected."""
+    """The effects since the last ``collect``, and the updates that go with each message."""
 
     __slots__ = ("_effects", "_gossip", "_table")
 
@@ -174,13 +223,16 @@ class Outbox:
     def ping(self, to: int) -> None:
         self._effects.append(Send(to, Ping(self.news(to))))
 
-    def gossip(self, to: int) -> None:
-        """Pass news on to one whose turn it is."""
-        self._effects.append(Send(to, Gossip(self._with_what_concerns(to, 0, self._gossip.take()))))
+    def gossip(self, to: int, *, once: bool) -> bool:
+        """Send ``to``, whose turn it is, the news that it may not know; False: it knows all."""
+        news = self._gossip.take(to, once=once)
+        if news:
+            self._effects.append(Send(to, Gossip(self._with_what_concerns(to, 0, news))))
+        return bool(news)
 
     def news(self, to: int, about: int = 0) -> tuple[Update, ...]:
-        """The updates for a message to ``to``, which may be about another."""
-        return self._with_what_concerns(to, about, self._gossip.peek())
+        """The updates to piggyback on a message to ``to``, perhaps with what is known of ``about``."""
+        return self._with_what_concerns(to, about, self._gossip.peek(to))
 
     def _with_what_concerns(self, to: int, about: int, news: tuple[Update, ...]) -> tuple[Update, ...]:
         entries = self._table.entries
@@ -193,7 +245,7 @@ class Outbox:
 
 
 class Shared(msgspec.Struct, frozen=True):
-    """What the parts of one member's machine have in common."""
+    """The objects that all parts of one member's machine share."""
 
     options: MembershipOptions
     random: Randomness
@@ -203,7 +255,7 @@ class Shared(msgspec.Struct, frozen=True):
 
 
 class Spreading:
-    """What one member does so that all know what it knows."""
+    """Spreads what one member knows: gossip while there is news, and comparison of tables for ever."""
 
     def __init__(self, shared: Shared, gossip: GossipQueue) -> None:
         self._options, self._random, self._table = shared.options, shared.random, shared.table
@@ -213,46 +265,59 @@ class Spreading:
         self._is_due = False
 
     def begin(self, now: float) -> None:
-        """Compare tables from now on."""
+        """Start the regular comparison of tables."""
         self._timers.set(now + self._options.sync_interval_s * self._random.random(), self._compare)
 
     def include(self, incarnation: int) -> None:
-        """A newcomer."""
+        """Include a newcomer in the turns of gossip."""
         self._turns.include(incarnation)
 
     def spread(self, update: Update, now: float) -> None:
-        """Let everybody know."""
-        self._gossip.add(update, sends_needed(self._table.size))
+        """Gossip ``update`` to everybody."""
+        size = self._table.size
+        self._gossip.add(update, sends_needed(size), now + self._options.news_bound_s(size))
         if not self._is_due:
             self._is_due = True
             self._timers.set(now + self._random.random() * self._options.gossip_interval_s, self._pass_on)
 
     def _pass_on(self, due: float, now: float) -> None:
-        for _ in range(min(GOSSIP_FANOUT, len(self._table.others))):
+        neighbours = self._table.neighbours()
+        is_large = self._table.size > self._options.full_mesh
+        told = 0
+        for _ in range(len(neighbours)):
             entry = self._turns.next()
-            if entry is not None and self._gossip:
-                self._outbox.gossip(entry.incarnation)
-        self._is_due = bool(self._gossip) and bool(self._table.others)
+            if entry is not None and self._outbox.gossip(entry.incarnation, once=is_large):
+                told += 1
+                if told == GOSSIP_FANOUT:
+                    break
+        if not self._table.others:
+            self._gossip.clear()
+        self._is_due = self._gossip.is_news_to(neighbours)
         if self._is_due:
             self._timers.set(now + self._options.gossip_interval_s, self._pass_on)
-        else:
-            self._gossip.clear()
+        elif self._gossip:
+            self._timers.set(now + self._options.news_bound_s(self._table.size), self._forget)
+
+    def _forget(self, due: float, now: float) -> None:
+        if not self._is_due:
+            self._gossip.drop_old(now)
 
     def _compare(self, due: float, now: float) -> None:
         self._table.forget(now - self._options.remember_s)
-        if self._table.others:
-            (to,) = self._random.sample(self._table.others, 1)
+        neighbours = sorted(self._table.neighbours())
+        if neighbours:
+            (to,) = self._random.sample(neighbours, 1)
             self._outbox.send(to, Digest(self._table.digest()))
         self._timers.set(now + self._options.sync_interval_s * (0.9 + 0.2 * self._random.random()), self._compare)
 
     def on_digest(self, sender: int, message: Digest) -> None:
-        """Somebody's table in short: answer with ours where it is another."""
+        """Answer the digest of another table with our entries in the buckets that differ."""
         buckets = self._table.differing(message.buckets)
         if buckets:
             self._outbox.send(sender, Entries(buckets, self._table.updates_in(buckets), True))
 
     def answer_entries(self, sender: int, message: Entries) -> None:
-        """After theirs was taken in: tell them what we know better."""
+        """After merging the sender's entries: send back the claims of ours that are later."""
         better = self._table.better_than(message.buckets, message.updates)
         if better:
             self._outbox.send(sender, Entries(message.buckets, better, False))

@@ -1,36 +1,43 @@
-"""Who answers: probes of members that have been quiet, and the time that suspects are given.
+"""Failure detection: probes of quiet members, and the time that suspects are given.
 
-Owns probes under way, the questions of others, the health of this member itself, and suspicions. Decides nothing about
-anybody: each probe ends with an outcome for the machine. Anything heard from the target ends it well.
+Owns the probes under way, the questions of other members, the health of this member itself, and suspicions. Decides
+about no member: each probe ends with an outcome for the machine. Any byte heard from the target ends a probe well.
 
     probe      by                                   then
     -          a turn, the target was quiet         round 1: a ping
     -          LinkLost                             round 1 at once, and it asks others, too
-    -          LinkRefused                          the same, and noted as refused
+    any        LinkRefused                          noted as refused: no more pings; it asks others, if it has not yet
     -          the suspicion's time is over         the same, and it is the last one
     any        heard from the target, or Vouch      answered
-    any        refused, and so to all who were asked denied
-    any        its timer is late                    the same round again: it may be we who slept
-    round 1    timeout                              round 2: a ping, and ``indirect_probes`` others are asked
+    any        refused here and at all helpers      denied
+    any        its timer is late                    another ping and as much time: this process may have been stopped
+    round 1    timeout                              round 2: a ping, and ``indirect_probes`` others are asked; refused,
+                                                    with others asked already: only the time
     round 2    timeout, refused here and elsewhere  denied
+    round 2    timeout, refused, nobody has told    another ``probe_timeout_s``, until two full rounds are over
     round 2    timeout, nothing heard from anybody  unsure: we may be cut off, so health sinks (at its lowest: failed)
     round 2    timeout                              failed
 
-Each turn takes the next of the members, shuffled, so each is probed by everyone in turn, and by somebody in
-an interval with probability 1 - 1/e. Whoever was heard within the last interval is left out.
+Each turn takes the next of the shuffled neighbours (`neighbours.py`). So all its neighbours probe a member in turn, and
+in an interval at least one does with probability 1 - 1/e. A turn skips members heard within the last interval; a turn
+that comes late is left out, but not more than two in a row.
 
-Health is worth 1 at its best. Late timers, silence from everybody and being unresponsive make it sink, hearing
-from others makes it rise; timeouts and the suspicion that starts here are longer by (1 + how far it sank).
+Health sinks with late timers, silence from everybody, and being called unresponsive; it rises when others are heard.
+Timeouts and the suspicions that start here are longer by the factor (1 + how far health sank).
 
-A member that found out that another does not answer waits ``suspicion_s`` (more where its own health is low); one that
-only heard of it waits at least twice as long, in case the first one is gone. Then comes one last probe, always: a
-process that slept wakes up with all its timers overdue, and must not declare anybody dead on the strength of that.
-A suspect that was heard meanwhile, but has not refuted, is asked again and given the same time again; so is one whose
-host answers, for as long as it does, or until ``unresponsive_s`` is over.
+A member whose own probe failed waits ``suspicion_s`` (more if its health is low); a neighbour that only heard of it
+waits at least twice as long, in case the first one is gone. Other members leave the suspect to its neighbours: if these
+end, others take their place, and find out for themselves. Then one last probe always follows: a process that was
+stopped wakes up with all its timers overdue, and must not declare anybody dead because of that.
+A suspect that was heard meanwhile, but has not refuted, is probed again and given the same time again; so is a suspect
+whose host answers, for as long as it does, or until ``unresponsive_s`` is over.
+
+Over 400 lines: probes and suspicions share one account of health.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
@@ -40,7 +47,8 @@ from farcall.protocol.membership.messages import Ask, Deny, Status, Vouch
 from farcall.protocol.membership.news import Shared, Turns
 
 LOWEST_HEALTH = 4
-MAX_LATE_ROUNDS = 2  # who is always late must come to a verdict some day, too
+MAX_LATE_ROUNDS = 2  # a member whose timers are always late must come to a verdict, too
+MAX_LATE_TURNS = 2  # and must probe
 TRIES_PER_TURN = 8
 
 
@@ -54,7 +62,7 @@ class Outcome(Enum):
 
 
 class Health:
-    """How far this member trusts its own eyes."""
+    """How far this member trusts its own observations; ``sunk`` is 0 at its best."""
 
     __slots__ = ("sunk",)
 
@@ -63,11 +71,11 @@ class Health:
 
     @property
     def factor(self) -> int:
-        """By how much to be more patient."""
+        """The factor by which to lengthen timeouts."""
         return 1 + self.sunk
 
     def sink(self) -> bool:
-        """False if it cannot sink any further."""
+        """Sink by one step; False if health is at its lowest."""
         if self.sunk == LOWEST_HEALTH:
             return False
         self.sunk += 1
@@ -78,7 +86,7 @@ class Health:
 
 
 class Probe:
-    """One question whether ``target`` lives. ``last``: nobody will ask again."""
+    """One question whether ``target`` lives. ``last``: no probe follows, so a failure leads to the verdict."""
 
     __slots__ = (
         "alone",
@@ -100,7 +108,7 @@ class Probe:
         self.round: int = 1
         self.due: float = now
         self.refused: bool = False
-        self.alone: bool = False  # at its end: nobody at all had been heard
+        self.alone: bool = False  # set at its end: nobody at all was heard during the probe
         self.late_rounds: int = 0
         self.helpers: set[int] = set()
         self.deniers: set[int] = set()
@@ -115,51 +123,60 @@ class Prober:
         self._options, self._random, self._table = shared.options, shared.random, shared.table
         self._timers, self._outbox = shared.timers, shared.outbox
         self._conclude = conclude
+        # Mutable: our own probes by target, those for others, and when anybody was last heard or probed.
         self._probes: dict[int, Probe] = {}
-        self._askers: dict[int, set[int]] = {}  # target -> who wants to know
-        self._refused_at: dict[int, float] = {}
+        self._askers: dict[int, set[int]] = {}  # target -> the members that asked about it
+        self._denied_at: dict[int, float] = {}  # target -> when we last sent Deny to its askers
+        self._refused_at: dict[int, float] = {}  # target -> when a dial of ours was last refused
         self._turns = Turns(shared.random, shared.table)
         self._last_turn_at = 0.0
+        self._late_turns = 0  # in a row
         self._others_when_heard = 0
 
     # --- turns -------------------------------------------------------------------------------------------
 
     def begin(self, now: float) -> None:
-        """Take turns from now on, at a moment of one's own."""
+        """Start taking turns, after a random delay, so that members do not probe in step."""
         self.heard_anybody_at = self._last_turn_at = now
         self._others_when_heard = len(self._table.others)
-        self._timers.set(now + self._random.random() * self._options.probe_interval_s, self._take_turn)
+        self._timers.set(now + self._random.random() * self._options.turn_s(self._table.size), self._take_turn)
 
     def include(self, incarnation: int) -> None:
-        """A newcomer."""
+        """Include a newcomer in the turns."""
         self._turns.include(incarnation)
 
     def exclude(self, incarnation: int) -> None:
-        """``incarnation`` has ended."""
+        """``incarnation`` has ended: drop its probe, and tell its askers."""
         self._probes.pop(incarnation, None)
         self._refused_at.pop(incarnation, None)
+        self._denied_at.pop(incarnation, None)
         for asker in sorted(self._askers.pop(incarnation, ())):
             self._outbox.send(asker, Deny(incarnation, self._outbox.news(asker, incarnation)))
 
     def _take_turn(self, due: float, now: float) -> None:
         if self._is_late(due, now):
             self.health.sink()
-        elif self.heard_anybody_at > self._last_turn_at:
-            self.health.rise()
+            self._late_turns += 1
+        else:
+            self._late_turns = 0
+            if self.heard_anybody_at > self._last_turn_at:
+                self.health.rise()
         self._last_turn_at = now
-        interval_s = self._options.probe_interval_s
-        for _ in range(min(TRIES_PER_TURN, len(self._table.others))):
+        interval_s = self._options.turn_s(self._table.size)
+        # A late member would take late answers for silence, and where processors are short, its probes take more time.
+        is_fit = not 0 < self._late_turns <= MAX_LATE_TURNS
+        for _ in range(min(TRIES_PER_TURN, len(self._table.neighbours())) if is_fit else 0):
             entry = self._turns.next()
             if entry is not None and now - entry.heard_at >= interval_s and entry.incarnation not in self._probes:
                 self.start(entry.incarnation, now)
                 break
-        # Uneven steps, so that members never fall into step with each other.
+        # Jitter, so that members never fall into step with each other.
         self._timers.set(now + interval_s * (0.9 + 0.2 * self._random.random()), self._take_turn)
 
     # --- our own probes ----------------------------------------------------------------------------------
 
     def start(self, target: int, now: float, *, urgent: bool = False, last: bool = False) -> Probe:
-        """Probe ``target``; ``urgent`` asks others at once. One that is under way is joined."""
+        """Probe ``target``, or join the probe under way; ``urgent`` asks other members at once."""
         probe = self._probes.get(target)
         if probe is None:
             probe = self._probes[target] = Probe(target, now, last)
@@ -171,19 +188,28 @@ class Prober:
         return probe
 
     def _begin_round(self, probe: Probe, now: float, ask: bool) -> None:
-        self._outbox.ping(probe.target)
+        if not probe.refused:  # else nobody listens there: a ping would be one more dial
+            self._outbox.ping(probe.target)
         if ask:
             self._ask_others(probe)
-        probe.due = now + self._options.probe_timeout_s * self.health.factor
+        self._set(probe, now)
+
+    def _set(self, probe: Probe, now: float) -> None:
+        """Set the end of the round: soon, if the member's kernel has spoken, and others only have to hear the same."""
+        options = self._options
+        round_s = options.probe_timeout_s if probe.refused else options.round_s(self._table.size)
+        probe.due = now + round_s * self.health.factor
         self._timers.set(probe.due, partial(self._end_round, probe))
 
     def _ask_others(self, probe: Probe) -> None:
-        others, count = self._table.others, self._options.indirect_probes
-        drawn = self._random.sample(others, min(len(others), 2 * count + 2))
+        neighbours, count = sorted(self._table.neighbours()), self._options.indirect_probes
+        drawn = self._random.sample(neighbours, min(len(neighbours), 2 * count + 2))
         trusted = [
             incarnation
             for incarnation in drawn
-            if self._table.entries[incarnation].status is Status.ALIVE and incarnation != probe.target
+            if self._table.entries[incarnation].status is Status.ALIVE
+            and incarnation != probe.target
+            and incarnation not in self._refused_at
         ]
         for helper in trusted[:count]:
             probe.helpers.add(helper)
@@ -195,14 +221,17 @@ class Prober:
         if self._is_late(due, now) and probe.late_rounds < MAX_LATE_ROUNDS:
             probe.late_rounds += 1
             self.health.sink()
-            self._begin_round(probe, now, ask=bool(probe.helpers))
+            self._begin_round(probe, now, ask=False)  # those who were asked are asked: they may be late themselves
             return
         if probe.round == 1:
             probe.round = 2
-            self._begin_round(probe, now, ask=True)
+            self._begin_round(probe, now, ask=not (probe.refused and probe.helpers))
             return
+        patience_s = 2 * self._options.round_s(self._table.size) * self.health.factor
         if probe.refused and probe.deniers:
             self._end(probe, Outcome.DENIED, now)
+        elif probe.refused and probe.helpers and now < probe.started_at + patience_s:
+            self._set(probe, now)  # those who were asked are slow; a doubt would be news
         elif self._is_alone_since(probe) and self.health.sink():
             self._end(probe, Outcome.UNSURE, now)
         else:
@@ -212,7 +241,7 @@ class Prober:
         return now - due > self._options.probe_timeout_s / 2
 
     def _is_alone_since(self, probe: Probe) -> bool:
-        """Of two, either has only the other to hear; that says nothing."""
+        """Has nobody been heard since the probe began? In a group of two silence says nothing: never alone there."""
         return self.heard_anybody_at < probe.started_at and self._others_when_heard > 1
 
     def _end(self, probe: Probe, outcome: Outcome, now: float) -> None:
@@ -223,12 +252,13 @@ class Prober:
     # --- what is heard -----------------------------------------------------------------------------------
 
     def on_heard(self, incarnation: int, now: float) -> None:
-        """Anything came from ``incarnation``, a member."""
+        """A byte or a message came from ``incarnation``, a member."""
         self.heard_anybody_at = now
         self._others_when_heard = len(self._table.others)
         self._table.entries[incarnation].heard_at = now
         if incarnation in self._refused_at:
             del self._refused_at[incarnation]
+            self._denied_at.pop(incarnation, None)
         if incarnation in self._askers:
             for asker in sorted(self._askers.pop(incarnation)):
                 self._outbox.send(asker, Vouch(incarnation, self._outbox.news(asker, incarnation)))
@@ -236,7 +266,7 @@ class Prober:
             self._end(self._probes[incarnation], Outcome.ANSWERED, now)
 
     def on_vouch(self, target: int, now: float) -> None:
-        """Somebody has heard from ``target``, though we have not."""
+        """Another member has heard from ``target``, though we have not."""
         probe = self._probes.get(target)
         if probe is not None:
             self._table.entries[target].heard_at = now
@@ -244,50 +274,58 @@ class Prober:
             self._end(probe, Outcome.ANSWERED, now)
 
     def deny(self, target: int, now: float) -> bool:
-        """Tell who asked that ``target`` is not there. True if we tried for others only: then it is their affair."""
+        """Tell the askers that ``target`` is gone. True if only they wanted to know: then we start no probe of our own.
+
+        That holds for ``suspicion_s``: the driver dials again and again, and if each refusal made a helper ask further
+        members in turn, all members would soon dial each of many that died at once.
+        """
         self._refused_at[target] = now
         askers = sorted(self._askers.pop(target, ()))
         for asker in askers:
+            self._denied_at[target] = now
             self._outbox.send(asker, Deny(target, self._outbox.news(asker, target)))
-        return bool(askers) and target not in self._probes
+        is_theirs = now - self._denied_at.get(target, -math.inf) < self._options.suspicion_s
+        return is_theirs and target not in self._probes
 
     def on_refused(self, target: int, now: float) -> None:
-        """Nobody listens where ``target`` was, as seen from here."""
+        """Our dial found nobody at the addresses of ``target``."""
         probe = self.start(target, now, urgent=True)
-        probe.refused = True
+        if not probe.refused:
+            probe.refused = True
+            self._set(probe, now)
         self._check_denied(probe, now)
         for other in list(self._probes.values()):
-            if target in other.helpers:  # it will not answer our question, either
+            if target in other.helpers:  # it will not answer our question about another member, either
                 other.helpers.discard(target)
                 other.deniers.discard(target)
                 self._check_denied(other, now)
 
     def on_deny(self, helper: int, target: int, now: float) -> None:
-        """Nor as seen from ``helper``."""
+        """The dial of ``helper`` found nobody at the addresses of ``target``."""
         probe = self._probes.get(target)
         if probe is not None and helper in probe.helpers:
             probe.deniers.add(helper)
             self._check_denied(probe, now)
 
     def _check_denied(self, probe: Probe, now: float) -> None:
-        """Where there is nobody to ask (any more), our own eyes have to do."""
+        """End the probe once we and all helpers were refused; without helpers (left), our own refusal suffices."""
         if probe.refused and probe.helpers == probe.deniers:
             self._end(probe, Outcome.DENIED, now)
 
     # --- for others --------------------------------------------------------------------------------------
 
     def on_ask(self, asker: int, target: int, now: float) -> None:
-        """``asker`` cannot reach ``target``: try."""
+        """``asker`` cannot reach ``target``: ping it, and answer when something is known."""
         entry = self._table.entries.get(target)
         if entry is None or target == self._table.me:
             return
-        patience_s = 2 * self._options.probe_timeout_s
+        patience_s = 2 * self._options.round_s(self._table.size)
         if entry.ended or now - self._refused_at.get(target, now - patience_s) < patience_s:
             self._outbox.send(asker, Deny(target, self._outbox.news(asker, target)))
             return
         askers = self._askers.get(target)
         if askers is not None:
-            askers.add(asker)  # a ping is under way: many may ask at once about one
+            askers.add(asker)  # a ping is under way: many members may ask about one target at once
             return
         askers = self._askers[target] = {asker}
         self._outbox.ping(target)
@@ -300,7 +338,7 @@ class Prober:
 
 
 class Suspicion:
-    """One unresponsive member. ``own``: it did not answer us, rather than somebody else."""
+    """One unresponsive member. ``own``: our own probe of it failed, rather than another member's."""
 
     __slots__ = ("began_at", "due", "host_is_silent", "incarnation", "own", "since", "version")
 
@@ -315,7 +353,7 @@ class Suspicion:
 
 
 class Suspicions:
-    """All unresponsive members, as this one sees it."""
+    """All unresponsive members in the view of this one."""
 
     def __init__(self, shared: Shared, prober: Prober) -> None:
         self._options, self._random, self._table = shared.options, shared.random, shared.table
@@ -324,7 +362,7 @@ class Suspicions:
         self._suspicions: dict[int, Suspicion] = {}
 
     def begin(self, incarnation: int, version: int, own: bool, now: float) -> None:
-        """``incarnation`` is unresponsive; told again with ``own``, the shorter time counts, from the beginning."""
+        """``incarnation`` is unresponsive. A second call with ``own`` shortens its time, counted from the beginning."""
         known = self._suspicions.get(incarnation)
         if known is not None and known.version == version:
             if own and not known.own:
@@ -335,24 +373,24 @@ class Suspicions:
         self._set(suspicion, now + self._patience_s(suspicion))
 
     def end(self, incarnation: int) -> None:
-        """It has refuted, or ended."""
+        """``incarnation`` has refuted, or ended."""
         self._suspicions.pop(incarnation, None)
 
     def stands(self, incarnation: int) -> bool:
         return incarnation in self._suspicions
 
     def ages_s(self, now: float) -> dict[int, float]:
-        """For how long each has been unresponsive. From any thread."""
+        """For how long each has been unresponsive. Safe from any thread."""
         return {suspicion.incarnation: now - suspicion.began_at for suspicion in list(self._suspicions.values())}
 
     def see_host(self, incarnation: int, answers: bool) -> None:
-        """The kernel of its host answers, or does not."""
+        """Record whether the kernel of its host answers."""
         suspicion = self._suspicions.get(incarnation)
         if suspicion is not None:
             suspicion.host_is_silent = not answers
 
     def verdict(self, incarnation: int, now: float) -> str:
-        """Why a suspect whose last probe failed is dead; empty: it is not."""
+        """Why a suspect whose last probe failed is dead; empty: it stays a member."""
         suspicion, bound_s = self._suspicions[incarnation], self._options.unresponsive_s
         if suspicion.host_is_silent:
             return "its host does not answer, and nobody has heard from it for long"
@@ -361,7 +399,7 @@ class Suspicions:
         return ""
 
     def renew(self, incarnation: int, now: float) -> None:
-        """It was heard, or our own eyes are not to be trusted: all its time again."""
+        """Give it all its time again: it was heard, its host answers, or our own observation is doubtful."""
         suspicion = self._suspicions.get(incarnation)
         if suspicion is not None:
             suspicion.since = now
@@ -382,6 +420,9 @@ class Suspicions:
     def _is_over(self, suspicion: Suspicion, due: float, now: float) -> None:
         incarnation = suspicion.incarnation
         if self._suspicions.get(incarnation) is not suspicion or suspicion.due != due:
+            return
+        if not suspicion.own and incarnation not in self._table.neighbours():
+            self.renew(incarnation, now)
             return
         heard_meanwhile = self._table.entries[incarnation].heard_at > suspicion.since
         if heard_meanwhile:

@@ -1,12 +1,12 @@
-"""The table: what one member holds to be true of every incarnation it ever heard of.
+"""The table: what one member knows of every incarnation that it ever heard of.
 
-Owns the merge (the later claim about an incarnation stays, see ``messages``), who may be talked to, who holds a name or
-a rank, and the numbers by which two tables are compared. Knows nothing of time but what it is told, sends
-nothing, and does not judge who is right where two incarnations claim one name.
+Owns the merge (the later claim about an incarnation stays, see ``messages``), the list of members, the holders of names
+and ranks, and the digest by which two tables are compared. Has no clock, sends nothing, and does not judge
+which of two incarnations that claim one name is right.
 
-Invariant: what has ended stays ended. An incarnation is forgotten after a while, but its number is kept, so no message,
-however old, makes it a member again. The dead take no part in the comparison of tables: who has forgotten
-them differs from member to member, and nobody minds.
+Invariant: an incarnation that has ended stays ended. Its entry is forgotten after a while, but its number is kept, so
+no message, however old, makes it a member again. Digests leave the dead out: members forget them at different times,
+and need not agree about them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from itertools import islice
 from typing import Final
 
 from farcall.protocol.member import Member
 from farcall.protocol.membership.messages import BUCKETS, Status, Update, precedence
+from farcall.protocol.membership.neighbours import FULL_MESH, Neighbours
 
 _WORD = (1 << 63) - 1
 
 
 class Change(Enum):
-    """What an update did to a table."""
+    """The effect of an update on a table."""
 
     NOTHING = "nothing"
     JOINED = "joined"
@@ -32,7 +34,7 @@ class Change(Enum):
     RENEWED = "renewed"  # alive as before, with a higher version
     DIED = "died"
     LEFT = "left"
-    NOTED = "noted"  # the end of one that was no member here (any more)
+    NOTED = "noted"  # the end of an incarnation that was no member here (any more)
 
 
 CHANGES: Final[dict[tuple[Status | None, Status], Change]] = {
@@ -50,14 +52,14 @@ CHANGES: Final[dict[tuple[Status | None, Status], Change]] = {
     (Status.UNRESPONSIVE, Status.LEFT): Change.LEFT,
     (Status.DEAD, Status.LEFT): Change.NOTED,
 }
-"""What a later claim makes of an incarnation that was unknown (None), alive, unresponsive or dead. No claim is later
-than "left", nor than "dead" but "left" (`messages.precedence`)."""
+"""The effect of a later claim on an incarnation that was unknown (None), alive, unresponsive or dead. Only "left" is
+later than "dead", and no claim is later than "left" (`messages.precedence`)."""
 
 
 class Entry:
-    """What is known of one incarnation. ``member`` is None where no more than its end was heard of.
+    """The latest claim about one incarnation. ``member`` is None if only its end was heard of.
 
-    ``alone``: it was declared dead here, while nobody at all was heard.
+    ``alone``: this member declared it dead while it heard nobody at all.
     """
 
     __slots__ = (
@@ -90,22 +92,26 @@ class Entry:
         return self.status >= Status.DEAD
 
     def as_update(self) -> Update:
-        """The claim that tells others what is known here."""
+        """The entry as a claim for other members."""
         return Update(self.incarnation, self.status, self.version, None if self.ended else self.member, self.why)
 
 
 class Table:
-    """All incarnations known to ``me``, one's own too."""
+    """All incarnations known to ``me``, its own included."""
 
-    def __init__(self, me: Member, now: float) -> None:
+    def __init__(self, me: Member, now: float, full_mesh: int = FULL_MESH) -> None:
+        # Mutable: all but ``me``, through `apply`, `become` and `forget` only.
         self.me: int = me.incarnation
         self.entries: dict[int, Entry] = {}
         self.others: list[int] = []
-        """The members, alive or unresponsive, without oneself, in no order."""
+        """The other members, alive or unresponsive, in no order."""
+        self.neighbours: Neighbours = Neighbours(self.me, self.others, full_mesh)
+        """The members that this one keeps in touch with; follows ``others``."""
         self.buried: set[int] = set()
+        """Incarnations that have ended, and whose entries are forgotten."""
         self.highest_admission: int = 0
         self.is_over: bool = False
-        """Has a member left of its own will? In a group of fixed size all do then."""
+        """Has a member left of its own will? Then all members of a group of fixed size do."""
         self._by_name: dict[str, int] = {}
         self._by_rank: dict[int, int] = {}
         self._digest = [0] * BUCKETS
@@ -117,7 +123,7 @@ class Table:
 
     @property
     def size(self) -> int:
-        """How many members there are, oneself included."""
+        """The number of members, this one included."""
         return len(self.others) + 1
 
     @property
@@ -132,9 +138,14 @@ class Table:
         return None if entry is None or entry.ended else entry
 
     def members(self) -> list[Member]:
-        """The records of all members, oneself included."""
+        """The records of all members, this one included."""
         incarnations = [self.me, *self.others]
         return [member for incarnation in incarnations if (member := self.entries[incarnation].member) is not None]
+
+    def latest(self, count: int) -> tuple[Member, ...]:
+        """The members among the ``count`` incarnations that this table heard of last."""
+        entries = (self.entries[incarnation] for incarnation in islice(reversed(self.entries), count))
+        return tuple(entry.member for entry in entries if entry.member is not None and not entry.ended)
 
     def rivals(self, member: Member) -> list[Member]:
         """Members of another incarnation that hold the name or the rank of ``member``."""
@@ -146,7 +157,7 @@ class Table:
         ]
 
     def lowest_rank(self, *, trusted_only: bool = False) -> Member:
-        """The member of the lowest rank, oneself included; ``trusted_only`` leaves out who is unresponsive."""
+        """The member of the lowest rank, perhaps this one; ``trusted_only`` leaves out unresponsive members."""
         best = self.myself
         for incarnation in self.others:
             entry = self.entries[incarnation]
@@ -158,7 +169,7 @@ class Table:
     # --- changing ----------------------------------------------------------------------------------------
 
     def apply(self, update: Update, now: float) -> Change:
-        """Take ``update`` in if it is later than what is known."""
+        """Merge ``update`` if it is later than the known claim."""
         entry = self.entries.get(update.incarnation)
         if entry is None:
             return self._add(update, now)
@@ -182,7 +193,7 @@ class Table:
             return Change.NOTHING
         alive = update.status < Status.DEAD
         if alive and update.member is None:
-            return Change.NOTHING  # who it is will be told another time
+            return Change.NOTHING  # useless without its record; a later update will carry that
         entry = self.entries[update.incarnation] = Entry(update, now)
         self._buckets[update.incarnation % BUCKETS].add(update.incarnation)
         if not alive:
@@ -196,10 +207,11 @@ class Table:
         if update.incarnation != self.me:
             entry.place = len(self.others)
             self.others.append(update.incarnation)
+            self.neighbours.came(update.incarnation)
         return CHANGES[None, update.status]
 
     def _note_leave(self, update: Update) -> None:
-        if update.status is Status.LEFT and not update.why:  # else it failed, and could still say so
+        if update.status is Status.LEFT and not update.why:  # with a reason, it failed and could still say goodbye
             self.is_over = True
 
     def _retire(self, entry: Entry, now: float) -> None:
@@ -216,15 +228,16 @@ class Table:
                 self.others[entry.place] = last
                 self.entries[last].place = entry.place
             entry.place = -1
+            self.neighbours.ended(incarnation)
 
     def become(self, member: Member) -> None:
-        """A newcomer learns its admission number; it has told nobody anything yet."""
+        """Take the record with our admission number; in place, since a newcomer has spread no claim yet."""
         entry = self.entries[self.me]
         entry.member = member
         self.highest_admission = max(self.highest_admission, member.admission)
 
     def forget(self, ended_before: float) -> None:
-        """Keep no more than the number of those who ended before that time."""
+        """Reduce incarnations that ended before that time to their numbers."""
         while self._ended and self._ended[0][0] < ended_before:
             _, incarnation = self._ended.popleft()
             del self.entries[incarnation]
@@ -234,23 +247,23 @@ class Table:
     # --- comparing with another table --------------------------------------------------------------------
 
     def digest(self) -> tuple[int, ...]:
-        """A number for each bucket of members: equal tables have equal ones, others hardly ever."""
+        """One number per bucket of members: equal for equal tables, and almost never for different ones."""
         return tuple(self._digest)
 
     def differing(self, digest: Sequence[int]) -> tuple[int, ...]:
-        """The buckets in which the table of that digest is another than this one."""
+        """The buckets in which this table differs from the one of ``digest``."""
         return tuple(
             bucket for bucket, (one, other) in enumerate(zip(self._digest, digest, strict=True)) if one != other
         )
 
     def updates_in(self, buckets: Iterable[int]) -> tuple[Update, ...]:
-        """All that is known in these buckets, the dead included."""
+        """All claims in these buckets, those about the dead included."""
         return tuple(
             self.entries[incarnation].as_update() for bucket in buckets for incarnation in sorted(self._buckets[bucket])
         )
 
     def better_than(self, buckets: Iterable[int], updates: Iterable[Update]) -> tuple[Update, ...]:
-        """What is known here, in these buckets, later than or not among ``updates``."""
+        """The claims in these buckets that are later than ``updates``, or missing from them."""
         theirs = {update.incarnation: precedence(update.status, update.version) for update in updates}
         better = [
             self.entries[incarnation].as_update()
@@ -266,7 +279,7 @@ class Table:
         return tuple(better)
 
     def _flip(self, entry: Entry) -> None:
-        """Put a member's claim into the digest, or take it out again: the same operation."""
+        """Add a member's claim to the digest, or remove it: XOR does both."""
         mixed = (entry.incarnation * 0x9E3779B97F4A7C15 + entry.precedence * 0xC2B2AE3D27D4EB4F) & _WORD
         mixed = ((mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9) & _WORD
         self._digest[entry.incarnation % BUCKETS] ^= mixed ^ (mixed >> 32)

@@ -1,12 +1,12 @@
-"""One member's reference machine: whatever a program, a peer or a destructor does to a reference comes here.
+"""One member's reference machine: the entry point for everything that programs, peers and destructors do to references.
 
-Owns numbering, duplicate suppression, batching time and dispatch; what a fork means is decided in ``owner`` and
-``user``. Has no clock, thread, socket or value. Not thread-safe: one lock around it, by the caller, except for
+Owns numbering, duplicate suppression, batching and dispatch; ``owner`` and ``user`` decide what a fork means.
+Has no clock, thread, socket or value. Not thread-safe: the caller holds one lock around it, except for
 ``released.append``.
 
-Events go in and effects come out, as in every machine here (``handle``, ``next_deadline``, ``handle_deadline``). Where
-a fork is made or taken, its caller needs the answer before it can go on: ``create``, ``own_local``, ``own``, ``fork``
-and ``receive`` give it at once, and leave their effects, which are few, to ``handle_deadline``; ``has_news`` says
+Events go in and effects come out, as in every machine here (``handle``, ``next_deadline``, ``handle_deadline``). Code
+that makes or takes a fork needs the answer before it can go on: ``create``, ``own_local``, ``own``, ``fork`` and
+``receive`` return it at once, and leave their effects, which are few, to ``handle_deadline``; ``has_news`` says
 whether there are any.
 """
 
@@ -31,6 +31,7 @@ from farcall.protocol.references.messages import (
     Farewell,
     Fork,
     ForkWithdrawn,
+    Held,
     Inquire,
     Lost,
     MemberDied,
@@ -42,13 +43,65 @@ from farcall.protocol.references.messages import (
     Snapshot,
     Withdraw,
 )
-from farcall.protocol.references.outbox import Outbox, ReleasedForks
 from farcall.protocol.references.owner import OwnerSide
-from farcall.protocol.references.user import UserSide
+from farcall.protocol.references.user import ReleasedForks, UserSide
+
+MAX_FORKS_PER_MESSAGE = 1024  # about 40 KiB
+_URGENT = (Register, Withdraw, Confirm)
+_LAZY = (Accept, Release)
+"""Messages that only let something be freed: they linger, to be batched. Urgent ones leave with the next effects."""
+
+
+class Outbox:
+    """Pending effects in order, and messages in batches: many forks for one member travel as one message."""
+
+    __slots__ = ("_waiting", "effects", "lazy", "urgent")
+
+    def __init__(self) -> None:
+        self.effects: list[Effect] = []
+        self.lazy: int = 0  # how many forks linger
+        self.urgent: bool = False  # do messages wait that must not linger?
+        self._waiting: dict[type[Any], dict[int, list[Any]]] = {kind: {} for kind in (*_URGENT, *_LAZY)}
+
+    def put(self, kind: type[Any], member: int, entry: Fork | ForkId | Held) -> None:
+        """Add ``entry`` to the next message of that kind to ``member``."""
+        self._waiting[kind].setdefault(member, []).append(entry)
+        if kind in _LAZY:
+            self.lazy += 1
+        else:
+            self.urgent = True
+
+    def forget_member(self, member: int) -> None:
+        """Drop everything that waits for a dead member."""
+        for kind, waiting in self._waiting.items():
+            forgotten = waiting.pop(member, ())
+            if kind in _LAZY:
+                self.lazy -= len(forgotten)
+        self.effects = [e for e in self.effects if type(e) is not Send or e.member != member]
+
+    def take(self, everything: bool) -> list[Effect]:
+        """Take the effects that are due; with ``everything`` also the lingering messages."""
+        if self.urgent:
+            self.urgent = False
+            self._seal(_URGENT)
+        if everything and self.lazy:
+            self.lazy = 0
+            self._seal(_LAZY)
+        effects = self.effects
+        if effects:
+            self.effects = []
+        return effects
+
+    def _seal(self, kinds: Iterable[type[Any]]) -> None:
+        for kind in kinds:
+            for member, forks in self._waiting[kind].items():
+                for start in range(0, len(forks), MAX_FORKS_PER_MESSAGE):
+                    self.effects.append(Send(member, kind(forks[start : start + MAX_FORKS_PER_MESSAGE])))
+            self._waiting[kind].clear()
 
 
 class _Arrivals:
-    """Which numbers of one way have arrived: a run from 1, and those ahead of it, until gaps fill."""
+    """The fork numbers that arrived from one sender: a run from 1, and those ahead of it until gaps close."""
 
     __slots__ = ("ahead", "last")
 
@@ -57,7 +110,7 @@ class _Arrivals:
         self.ahead: set[int] = set()
 
     def add(self, number: int) -> bool:
-        """Note ``number``; False if it was noted before."""
+        """Record ``number``; False if it is a duplicate."""
         if number == self.last + 1:
             self.last = number
             while self.ahead and self.last + 1 in self.ahead:
@@ -73,7 +126,7 @@ class _Arrivals:
 class References:
     """The references of member ``me`` (an incarnation) among ``members``.
 
-    ``wake`` is called by ``released.append``, on any thread: it must only cause a ``handle_deadline`` soon.
+    ``released.append`` calls ``wake``, on any thread: it must only schedule a ``handle_deadline``.
     """
 
     def __init__(
@@ -86,10 +139,10 @@ class References:
         wake: Callable[[], None] | None = None,
         gap: Callable[[], int] | None = None,
     ) -> None:
-        """``gap``: what to leave out before the next reference's number, so that others do not guess it."""
+        """``gap``: how many numbers to skip before the next reference's, so that peers cannot guess it."""
         self.me = me
         self._gap = gap
-        self.released: ReleasedForks = ReleasedForks() if wake is None else ReleasedForks(wake)
+        self.released: ReleasedForks = ReleasedForks(wake)
         self._linger_s = linger_s
         self._batch_forks = batch_forks
         self._linger_until: float | None = None
@@ -98,7 +151,7 @@ class References:
         self._outbox = Outbox()
         self._owner = owner = OwnerSide(me, self._live, self._dead, self._outbox)
         self._user = user = UserSide(me, self._dead, self._outbox)
-        self._next_id = 0  # of references and forks alike, so that either can be told from the other in a log
+        self._next_id = 0  # shared by references and forks, so that a number in a log is unambiguous
         self._last_number: dict[int, int] = {}  # by receiver
         self._arrivals: dict[int, _Arrivals] = {}  # by sender
         self._on_event: dict[type[Event], Callable[[Any], None]] = {
@@ -125,21 +178,21 @@ class References:
     # --- the machine's shape -----------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take one event; return what to do about it, and about what has lingered long enough."""
+        """Take one event; return its effects, and the messages that have lingered long enough."""
         self._on_event[type(event)](event)
         outbox = self._outbox
         return self.handle_deadline(now) if outbox.effects or outbox.urgent or outbox.lazy else []
 
     def next_deadline(self) -> float | None:
-        """When ``handle_deadline`` is due, as far as it is known since the last effects."""
+        """When ``handle_deadline`` is due, as of the last effects."""
         return self._linger_until
 
     def handle_deadline(self, now: float) -> list[Effect]:
-        """What is to be done now. Forks from destructors join when lingering ends, or when they are many."""
+        """Return the effects that are due. Forks from destructors join when lingering ends, or when they are many."""
         outbox = self._outbox
         lingering = outbox.lazy + len(self.released)
         if not lingering:
-            self._linger_until = None  # what lingered was for a member that died
+            self._linger_until = None  # the lingering messages were for a member that died
             return outbox.take(everything=False)
         if self._linger_until is None:
             self._linger_until = now + self._linger_s
@@ -168,7 +221,7 @@ class References:
         return fork
 
     def create(self, owner: int) -> Fork:
-        """``remote`` to another member: send the result with the request, hold it from now on."""
+        """``remote`` to another member: a fork to send with the request, held here from now on."""
         if owner == self.me:
             return self.own_local()
         number = self._next_id if self._gap is None else self._next_id + self._gap()
@@ -181,7 +234,7 @@ class References:
         return fork
 
     def own(self, fork: Fork) -> bool:
-        """At the owner: a creating request came. False: do not run it (a duplicate, or its caller died)."""
+        """At the owner: take a creating request. False: do not run it (a duplicate, or its caller died)."""
         if fork.holder not in self._live or not self._arrived(fork.holder, fork.number):
             return False
         self._owner.list_created(fork)
@@ -190,14 +243,14 @@ class References:
     # --- a reference travels -----------------------------------------------------------------------------
 
     def fork(self, held: Fork, to: int) -> Fork:
-        """A fork of ``held``, to be sent to ``to`` now. LookupError if ``held`` is lost or was dropped."""
+        """Fork ``held``, to be sent to ``to`` now. LookupError if ``held`` is lost or was dropped."""
         owned = held.owner == self.me
         if owned and not self._owner.holds(held):
             raise LookupError(f"{held.ref} is not held here any more")
         if not owned and not self._user.holds(held):
             raise LookupError(f"{held.ref} is no longer held here: its owner died, or it was dropped")
         child = self._new_fork(held.ref, held.owner, holder=to, receiver=to)
-        # What is sent to the dead goes nowhere, so nothing needs to be kept for it.
+        # A fork for a dead member never arrives, so nothing is kept for it.
         if to in self._live or to == self.me:
             if owned:
                 self._owner.list_fork(child)
@@ -206,25 +259,30 @@ class References:
         return child
 
     def receive(self, fork: Fork, sender: int) -> bool:
-        """A fork arrived from ``sender``. Each True needs one ``Dropped`` or ``released.append`` some day.
+        """Take a fork that arrived from ``sender``. Each True needs one ``Dropped`` or ``released.append`` later.
 
-        False: a duplicate; or ``sender`` or the owner is dead, and every use of it is ``ReferenceLost``.
+        False: a duplicate; or ``sender`` or the owner is dead or unknown, and every use raises ``ReferenceLost``.
         """
-        if not self._reaches(sender) or not self._arrived(sender, fork.number) or not self._reaches(fork.owner):
+        if not self._reaches(sender) or not self._arrived(sender, fork.number):
+            return False
+        if not self._reaches(fork.owner):
+            # Dead; or alive, and nobody has announced it here: then the sender would keep its own fork for ever.
+            if sender != self.me:
+                self._outbox.put(Accept, sender, fork.fork_id)
             return False
         if fork.owner != self.me:
             self._user.hold_received(fork, sender)
         elif sender != self.me:
             self._owner.list_fork(fork)
-            self._outbox.accept(sender, fork.fork_id)
+            self._outbox.put(Accept, sender, fork.fork_id)
         return True
 
     def _reaches(self, member: int) -> bool:
-        # Not "is not dead": a newcomer was never told of members that died before it came.
+        # Not "is not dead": a newcomer never hears of members that died before it joined.
         return member in self._live or member == self.me
 
     def _new_fork(self, ref: RefId, owner: int, *, holder: int, receiver: int) -> Fork:
-        """The next fork on the way to ``receiver``."""
+        """Make a fork with the next number for ``receiver``."""
         fork_id = ForkId(self.me, self._next_id)
         self._next_id += 1
         number = self._last_number[receiver] = self._last_number.get(receiver, 0) + 1
@@ -250,18 +308,18 @@ class References:
         self._user.drop_all()
         self._owner.drop_local()
         if self._outbox.lazy:
-            self._linger_until = -math.inf  # this node ends: nothing waits for company any more
+            self._linger_until = -math.inf  # this node ends: flush the lingering messages at once
 
     def _on_creation_withdrawn(self, event: CreationWithdrawn) -> None:
         if event.fork.owner in self._live:
-            self._outbox.withdraw(event.fork.owner, event.fork)
+            self._outbox.put(Withdraw, event.fork.owner, event.fork)
 
     def _on_fork_withdrawn(self, event: ForkWithdrawn) -> None:
         fork = event.fork
         if fork.holder == self.me:
             self._on_withdraw(self.me, (fork,))
         elif fork.holder in self._live:
-            self._outbox.withdraw(fork.holder, fork)
+            self._outbox.put(Withdraw, fork.holder, fork)
 
     def _on_joined(self, event: MemberJoined) -> None:
         member = event.member
@@ -296,19 +354,19 @@ class References:
         for fork in forks:
             first = self._arrived(sender, fork.number)
             if fork.holder != self.me:
-                # A creation. If it did arrive, its response may be what was lost: say that it is listed.
+                # A creation. If it did arrive, its response may have been lost: Confirm says that it is listed.
                 if first:
                     self._owner.list_never_created(fork)
-                self._outbox.confirm(sender, fork)
+                self._outbox.put(Confirm, sender, (fork.ref, fork.fork_id))
             elif first and fork.owner == sender == self.me:
                 self._owner.strike_off(self.me, fork.ref, fork.fork_id)
             elif first and fork.owner == sender:
-                self._outbox.release(sender, (fork.ref, fork.fork_id))
+                self._outbox.put(Release, sender, (fork.ref, fork.fork_id))
             elif first:
                 if sender == self.me:
                     self._user.on_accept((fork.fork_id,))
                 else:
-                    self._outbox.accept(sender, fork.fork_id)
+                    self._outbox.put(Accept, sender, fork.fork_id)
 
     # --- questions ---------------------------------------------------------------------------------------
 
@@ -321,12 +379,12 @@ class References:
         return self._owner.holds(fork) if fork.owner == self.me else self._user.confirmed(fork)
 
     def lists(self, ref: RefId) -> bool:
-        """Does anybody refer to ``ref``, of which this member is the owner? Its creation may still be on its way."""
+        """Does anyone refer to ``ref``, which this member owns? Its creation may still be in transit."""
         return self._owner.lists(ref)
 
     @property
     def unsettled(self) -> int:
-        """Forks that wait for a message of another member before they can be released."""
+        """Forks that need a message from another member before they can be released."""
         return self._user.unconfirmed + self._user.pending_children
 
     def counts(self) -> Counts:

@@ -1,13 +1,12 @@
-"""What goes into the reference machine and what comes out of it: events, effects, and messages between members.
+"""The inputs and outputs of the reference machine: events, effects, and messages between members.
 
-Owns their shape, no behaviour. A member is named by its incarnation: one integer per
-process start, never used again, so a restarted process is a new member and nothing old can be taken for
-new.
+Owns their shape, no behaviour. A member is named by its incarnation: one integer per process start, never
+reused, so a restarted process is a new member, and old messages cannot be mistaken for new ones.
 
     message    from -> to           says
     Register   holder -> owner      "I hold these forks" (for a dead holder, by whoever sent it the fork)
     Confirm    owner -> registrar   "these forks are listed" (the answer for one not held any more: Release)
-    Accept     child -> parent      "the fork you sent me is listed: you need not keep yours alive for it"
+    Accept     child -> parent      "the fork you sent me is listed, or of no use: you need not keep yours for it"
     Release    holder -> owner      "these forks are gone for ever"
     Withdraw   sender -> receiver   "this fork may never come: if it has not, take it as dropped"
     Inquire    owner -> everyone    "these are dead: take nothing more from them, and tell what you hold"
@@ -22,12 +21,13 @@ from typing import TypeAlias
 import msgspec
 
 from farcall.ids import ForkId, RefId
+from farcall.protocol.control import ControlMessage
 
 
 class Fork(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """One holder's copy of a reference, as it travels in requests, results and messages.
 
-    ``number`` counts the forks on one way (maker to receiver), without gaps: it is how a receiver knows a
+    ``number`` counts the forks from one maker to one receiver, without gaps: so a receiver recognises a
     duplicate without remembering every fork it ever saw.
     """
 
@@ -41,42 +41,38 @@ class Fork(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
 Held: TypeAlias = tuple[RefId, ForkId]
 
 
-class _Control(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Base of the messages: immutable, and encoded as [tag, field, field ...]."""
-
-
-class Register(_Control, frozen=True, tag=40):
+class Register(ControlMessage, frozen=True, tag=40):
     forks: list[Fork]
 
 
-class Confirm(_Control, frozen=True, tag=41):
+class Confirm(ControlMessage, frozen=True, tag=41):
     forks: list[Held]
 
 
-class Accept(_Control, frozen=True, tag=42):
+class Accept(ControlMessage, frozen=True, tag=42):
     forks: list[ForkId]
 
 
-class Release(_Control, frozen=True, tag=43):
+class Release(ControlMessage, frozen=True, tag=43):
     forks: list[Held]
 
 
-class Withdraw(_Control, frozen=True, tag=44):
+class Withdraw(ControlMessage, frozen=True, tag=44):
     forks: list[Fork]
 
 
-class Inquire(_Control, frozen=True, tag=45):
+class Inquire(ControlMessage, frozen=True, tag=45):
     round: int
     dead: list[int]
 
 
-class Answer(_Control, frozen=True, tag=46):
+class Answer(ControlMessage, frozen=True, tag=46):
     round: int
     forks: list[Fork]
 
 
-class Farewell(_Control, frozen=True, tag=47):
-    """Not needed to free anything. It tells what is left then from what was merely on its way."""
+class Farewell(ControlMessage, frozen=True, tag=47):
+    """Frees nothing. After it, a fork still listed is a leak, and not a Release in transit."""
 
 
 Message: TypeAlias = Register | Confirm | Accept | Release | Withdraw | Inquire | Answer | Farewell
@@ -86,53 +82,53 @@ Message: TypeAlias = Register | Confirm | Accept | Release | Withdraw | Inquire 
 
 
 class Received(msgspec.Struct, frozen=True):
-    """A message arrived from ``sender``; for the first time or not, in order or not."""
+    """A message arrived from ``sender``; it may be a duplicate or out of order."""
 
     sender: int
     message: Message
 
 
 class MemberJoined(msgspec.Struct, frozen=True):
-    """To be told before ``member`` can be sent any fork by anyone."""
+    """``member`` joined. Must precede any fork that anyone sends to it."""
 
     member: int
 
 
 class MemberDied(msgspec.Struct, frozen=True):
-    """``member`` is gone for good: nothing from it is taken any more. To be told to every live member."""
+    """``member`` is gone for ever: nothing more is accepted from it. Every live member must get this event."""
 
     member: int
 
 
 class CreationAnswered(msgspec.Struct, frozen=True):
-    """The creating call of ``fork`` was answered, by a value or an error. Not for timeouts: it may still be."""
+    """The creating call of ``fork`` was answered, by a value or an error. Not for timeouts: the call may still run."""
 
     fork: Fork
 
 
 class CreationWithdrawn(msgspec.Struct, frozen=True):
-    """The creating call of ``fork`` was not sent, or nobody knows: if it has not arrived it never runs."""
+    """The creating call of ``fork`` may not have been sent: if it has not arrived, it must never run."""
 
     fork: Fork
 
 
 class ForkWithdrawn(msgspec.Struct, frozen=True):
-    """``fork`` was not sent, or its link broke and nobody knows whether it arrived.
+    """``fork`` was not sent, or its link broke and it may not have arrived.
 
-    The receiver settles it, so that neither it nor the numbers after it wait for what never comes.
+    The receiver settles it, so that neither the fork nor the numbers after it wait for ever.
     """
 
     fork: Fork
 
 
 class Dropped(msgspec.Struct, frozen=True):
-    """The program has no use for ``fork`` any more. Destructors say ``released.append(fork)``."""
+    """The program dropped ``fork``. Destructors call ``released.append(fork)`` instead."""
 
     fork: Fork
 
 
 class AllDropped(msgspec.Struct, frozen=True):
-    """The program ends: give up every fork held here; values that no other member refers to are freed."""
+    """The program ends: release every fork held here, and free values that no other member refers to."""
 
 
 Event: TypeAlias = (
@@ -150,7 +146,7 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class FreeValue(msgspec.Struct, frozen=True):
-    """Nobody refers to ``ref`` any more: forget its value, or drop it when the creating call ends."""
+    """Nobody refers to ``ref`` any more: free its value, or drop it when the creating call ends."""
 
     ref: RefId
 
@@ -162,13 +158,13 @@ class NeverCreated(msgspec.Struct, frozen=True):
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """The owner of a fork held here is dead: every use of it, waiting ones too, is ``ReferenceLost``."""
+    """The owner of a fork held here is dead: every use of it, waiting ones too, raises ``ReferenceLost``."""
 
     fork: Fork
 
 
 class Confirmed(msgspec.Struct, frozen=True):
-    """The owner has listed a fork held here (not said of creations: their response says it)."""
+    """The owner has listed a fork held here. (Not for creations: their response implies it.)"""
 
     fork: Fork
 
@@ -207,7 +203,7 @@ class UsedSnapshot(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """Who holds what, as this member knows it."""
+    """The forks that this member lists and holds."""
 
     owned: list[OwnedSnapshot]
     used: list[UsedSnapshot]

@@ -1,11 +1,11 @@
 """The owner's side: which member holds which fork of the values that live here.
 
-Owns the listing (reference -> fork -> holder) and the round of questions that must pass before a dead
+Owns the listing (reference -> fork -> holder) and the round of questions that must end before a dead
 member's forks may be dropped. Knows nothing of forks of other members' values, of values themselves, or of
-how a message travels. Invariant: every fork alive or on its way anywhere is listed here, or descends from a
-listed fork by way of forks that are not listed yet; so an empty listing means that nobody refers to the
-value. (Where the creation itself never came there is no value to keep: the error in its place may be freed,
-and is made anew for a holder heard of later.)
+how a message travels. Invariant: every fork alive or in transit anywhere is listed here, or descends from a
+listed fork through forks that are not listed yet; so an empty listing means that nobody refers to the
+value. (If the creation itself never came, there is no value to keep: the error in its place may be freed,
+and is made anew for a holder that registers later.)
 
     a reference   event                                      becomes    with
     (unknown)     created here, or its creation arrives      created    its first fork listed
@@ -24,11 +24,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from farcall.ids import ForkId, RefId
 from farcall.protocol.references.messages import (
+    Confirm,
     Fork,
     FreeValue,
     Held,
@@ -37,18 +39,23 @@ from farcall.protocol.references.messages import (
     OwnedSnapshot,
     Send,
 )
-from farcall.protocol.references.outbox import Outbox
+
+if TYPE_CHECKING:
+    from farcall.protocol.references.machine import Outbox
 
 
 class _Owned(msgspec.Struct, gc=False):
-    """One value's listing."""
+    """The listing of one value: which fork is held by which member. Mutable: both fields."""
 
     created: bool
     holders: dict[ForkId, int] = msgspec.field(default_factory=dict)
 
 
 class OwnerSide:
-    """All values owned by ``me``. ``live`` (others only) and ``dead`` are the machine's sets, read here."""
+    """All values owned by ``me``. ``live`` (without ``me``) and ``dead`` are the machine's sets, only read here.
+
+    Mutable: the listing, the settled members, and the round in progress.
+    """
 
     __slots__ = (
         "_asked_about",
@@ -68,15 +75,15 @@ class OwnerSide:
         self._dead = dead
         self._outbox = outbox
         self._owned: dict[RefId, _Owned] = {}
-        self._settled: set[int] = set()  # dead members of which no unlisted fork can turn up any more
+        self._settled: set[int] = set()  # dead members whose forks can have no unlisted descendants any more
         self._round = 0
-        self._asked_about: list[int] = []  # the dead of the round under way; empty when there is none
+        self._asked_about: list[int] = []  # the dead members of the current round; empty between rounds
         self._unanswered: set[int] = set()
 
     # --- forks come and go -------------------------------------------------------------------------------
 
     def list_created(self, fork: Fork) -> None:
-        """The value of ``fork.ref`` is made here, on behalf of ``fork.holder``."""
+        """List the first fork of a value that is created here, on behalf of ``fork.holder``."""
         owned = self._owned.get(fork.ref)
         if owned is None:
             owned = self._owned[fork.ref] = _Owned(created=True)
@@ -84,25 +91,25 @@ class OwnerSide:
         owned.holders[fork.fork_id] = fork.holder
 
     def list_never_created(self, fork: Fork) -> None:
-        """The creation of ``fork.ref`` was withdrawn: its value is an error, held like any other."""
+        """List ``fork``, whose creation was withdrawn: its value is an error, held like any other value."""
         self.list_created(fork)
         self._outbox.effects.append(NeverCreated(fork.ref))
 
     def list_fork(self, fork: Fork) -> None:
-        """``fork.holder`` holds or will receive a fork; the creation itself may still be on its way."""
+        """List a fork that ``fork.holder`` holds or will receive; the creation itself may still be in transit."""
         owned = self._owned.get(fork.ref)
         if owned is None:
             owned = self._owned[fork.ref] = _Owned(created=False)
             creator = fork.ref.created_on
-            # Own creations are listed before they can be heard of: this one was freed, and `fork` is a late
-            # duplicate that its holder will release again. A dead creator's request is refused by now.
+            # This member lists its own creations before anyone can hear of them: so the value was freed, and `fork`
+            # is a late duplicate that its holder will release again. A dead creator's request is refused by now.
             if creator == self._me or creator in self._dead:
                 owned.created = True
                 self._outbox.effects.append(NeverCreated(fork.ref))
         owned.holders.setdefault(fork.fork_id, fork.holder)
 
     def holds(self, held: Fork) -> bool:
-        """Is ``held`` a fork listed here as held by this very member?"""
+        """Is ``held`` listed here as held by this very member?"""
         owned = self._owned.get(held.ref)
         return owned is not None and owned.holders.get(held.fork_id) == self._me
 
@@ -110,7 +117,7 @@ class OwnerSide:
         return ref in self._owned
 
     def strike_off(self, holder: int, ref: RefId, fork_id: ForkId) -> None:
-        """``holder`` gave up a fork. Only a fork's holder can: see ``UserSide.on_confirm``."""
+        """Strike off a fork that ``holder`` gave up. Only a fork's own holder can: see ``UserSide.on_confirm``."""
         owned = self._owned.get(ref)
         if owned is not None and owned.holders.get(fork_id) == holder:
             del owned.holders[fork_id]
@@ -127,11 +134,11 @@ class OwnerSide:
     def on_register(self, sender: int, forks: Iterable[Fork]) -> None:
         ask = False
         for fork in forks:
-            # A settled member's forks have no unlisted descendants, so there is nothing to keep its fork for.
+            # A settled member's forks have no unlisted descendants, so they protect nothing and are not listed.
             if fork.holder not in self._settled:
                 self.list_fork(fork)
                 ask |= fork.holder in self._dead and fork.holder not in self._asked_about
-            self._outbox.confirm(sender, fork)
+            self._outbox.put(Confirm, sender, (fork.ref, fork.fork_id))
         if ask:
             self._begin_round()
 
@@ -153,7 +160,7 @@ class OwnerSide:
             self._outbox.effects.append(Send(member, Inquire(self._round, self._asked_about)))
 
     def member_died(self, member: int) -> None:
-        """To be called when ``member`` is in ``dead`` and no longer in ``live``."""
+        """Begin a round about ``member``, if needed. Call it once ``member`` is in ``dead`` and not in ``live``."""
         concerned = bool(self._asked_about)
         for ref, owned in self._owned.items():
             if not owned.created and ref.created_on == member:
@@ -161,7 +168,7 @@ class OwnerSide:
                 self._outbox.effects.append(NeverCreated(ref))
             if not concerned and member in owned.holders.values():
                 concerned = True
-        # A death in the middle of a round starts it anew, even if that member has answered: others may have
+        # A death in the middle of a round starts it anew, even if that member has answered: other members may have
         # received forks from it after their own answers.
         if concerned:
             self._begin_round()

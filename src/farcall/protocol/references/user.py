@@ -1,9 +1,9 @@
 """The user's side: forks held here of values that live elsewhere, and forks sent on to others.
 
-Owns a record per fork held, and the children: forks sent from here that nobody has accepted yet. Knows
-nothing of the owner's listing. Invariant: a fork is released only when its owner is known to have listed
-it, and every child of it too; so a Release never overtakes what it must follow, whatever order messages
-arrive in.
+Owns a record per fork held, the children (forks sent from here that nobody has accepted yet), and the forks that
+destructors have given up. Knows nothing of the owner's listing. Invariant: a fork is released only when its owner is
+known to have listed it and every child of it; so a Release never overtakes a registration, in whatever order
+messages arrive.
 
     a fork held   event                                     becomes     with
     (none)        created by a call, sent to its owner      pending     (the request registers it)
@@ -26,17 +26,31 @@ arrive in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from farcall.ids import ForkId
-from farcall.protocol.references.messages import Confirmed, CreationAnswered, Fork, Held, Lost, UsedSnapshot
-from farcall.protocol.references.outbox import Outbox
+from farcall.protocol.references.messages import (
+    Accept,
+    Confirmed,
+    CreationAnswered,
+    Fork,
+    Held,
+    Lost,
+    Register,
+    Release,
+    UsedSnapshot,
+)
+
+if TYPE_CHECKING:
+    from farcall.protocol.references.machine import Outbox
 
 
 class _Used(msgspec.Struct, gc=False):
-    """One fork held here."""
+    """One fork held here. Mutable: ``confirmed``, ``dropped``, and the count of unaccepted ``children``."""
 
     fork: Fork
     parent: int | None  # the member to send Accept to; None: nobody waits for one
@@ -45,8 +59,43 @@ class _Used(msgspec.Struct, gc=False):
     children: int = 0
 
 
+class ReleasedForks:
+    """Forks whose last Python reference died: ``__del__`` fills it on any thread, the machine drains it.
+
+    ``append`` takes no lock, since a destructor may interrupt anything, the machine itself included. ``wake`` must
+    be as harmless (write to an eventfd). It is called for the first fork after a drain, not for each.
+    """
+
+    __slots__ = ("_forks", "_signalled", "_wake")
+
+    def __init__(self, wake: Callable[[], None] | None) -> None:
+        self._forks: deque[Fork] = deque()
+        self._signalled = False
+        self._wake = wake
+
+    def append(self, fork: Fork) -> None:
+        self._forks.append(fork)
+        if not self._signalled and self._wake is not None:
+            self._signalled = True
+            self._wake()
+
+    def __len__(self) -> int:
+        return len(self._forks)
+
+    def drain(self) -> Iterator[Fork]:
+        """Take the forks present now; a fork appended meanwhile calls ``wake`` again and waits for the next drain."""
+        # Clear the flag before the first fork is taken: then an append that saw the flag set is counted below.
+        self._signalled = False
+        forks = self._forks
+        for _ in range(len(forks)):
+            yield forks.popleft()
+
+
 class UserSide:
-    """All forks held by ``me`` of other members' values. ``dead`` is the machine's own set, read here."""
+    """All forks held by ``me`` of other members' values. ``dead`` is the machine's set, only read here.
+
+    Mutable: the forks held, the children sent from here, and the count of forks not confirmed yet.
+    """
 
     __slots__ = ("_children", "_dead", "_me", "_outbox", "_used", "unconfirmed")
 
@@ -56,23 +105,23 @@ class UserSide:
         self._outbox = outbox
         self._used: dict[ForkId, _Used] = {}
         self._children: dict[ForkId, tuple[Fork, _Used]] = {}
-        self.unconfirmed: int = 0  # how many of the forks held
+        self.unconfirmed: int = 0  # the number of forks held that are not confirmed
 
     # --- forks come and go -------------------------------------------------------------------------------
 
     def hold_created(self, fork: Fork) -> None:
-        """A call that creates ``fork.ref`` is about to be sent."""
+        """Hold ``fork``, whose creating call is about to be sent."""
         self._used[fork.fork_id] = _Used(fork, parent=None, confirmed=False)
         self.unconfirmed += 1
 
     def hold_received(self, fork: Fork, sender: int) -> None:
-        """A fork came from ``sender``, for the first time."""
+        """Hold ``fork``, which came from ``sender`` for the first time."""
         if sender == fork.owner:
             self._used[fork.fork_id] = _Used(fork, parent=None, confirmed=True)
         else:
             self._used[fork.fork_id] = _Used(fork, parent=sender, confirmed=False)
             self.unconfirmed += 1
-            self._outbox.register(fork.owner, fork)
+            self._outbox.put(Register, fork.owner, fork)
 
     def holds(self, held: Fork) -> bool:
         """May the program still use ``held``?"""
@@ -84,13 +133,13 @@ class UserSide:
         return used is not None and used.confirmed
 
     def add_child(self, held: Fork, child: Fork) -> None:
-        """``child`` is about to be sent: ``held`` must outlive its journey."""
+        """Record ``child``, which is about to be sent: ``held`` must live until it is accepted."""
         used = self._used[held.fork_id]
         used.children += 1
         self._children[child.fork_id] = (child, used)
 
     def drop(self, fork_id: ForkId) -> None:
-        """The program has no use for this fork any more; twice is once."""
+        """Mark a fork as unused by the program. Idempotent."""
         used = self._used.get(fork_id)
         if used is not None:
             used.dropped = True
@@ -100,10 +149,10 @@ class UserSide:
         if used.dropped and used.confirmed and not used.children:
             fork = used.fork
             del self._used[fork.fork_id]
-            self._outbox.release(fork.owner, (fork.ref, fork.fork_id))
+            self._outbox.put(Release, fork.owner, (fork.ref, fork.fork_id))
 
     def on_creation_answered(self, event: CreationAnswered) -> None:
-        """The owner has listed the fork before it answered."""
+        """Confirm the fork of an answered creation: the owner listed it before it answered."""
         used = self._used.get(event.fork.fork_id)
         if used is not None and not used.confirmed:
             used.confirmed = True
@@ -124,11 +173,11 @@ class UserSide:
                     self._accept(used)
                     self._release_if_done(used)
             elif fork_id in self._children:
-                self.on_accept((fork_id,))  # registered from here, in the name of a dead receiver
+                self.on_accept((fork_id,))  # this member registered it, in the name of a dead receiver
             else:
-                # A duplicate of Register came after the Release, and the owner lists the fork again: release
-                # it again. If it was a dead receiver's it is not ours to release: the owner will not listen.
-                self._outbox.release(owner, (ref, fork_id))
+                # A duplicate Register arrived after the Release, and the owner lists the fork again: release it
+                # again. If the fork was a dead receiver's, the owner ignores this Release: we are not its holder.
+                self._outbox.put(Release, owner, (ref, fork_id))
 
     def on_accept(self, forks: Iterable[ForkId]) -> None:
         for fork_id in forks:
@@ -142,10 +191,10 @@ class UserSide:
         if used.parent == self._me:
             self.on_accept((used.fork.fork_id,))
         elif used.parent is not None and used.parent not in self._dead:
-            self._outbox.accept(used.parent, used.fork.fork_id)
+            self._outbox.put(Accept, used.parent, used.fork.fork_id)
 
     def unconfirmed_forks(self, owner: int) -> list[Fork]:
-        """What ``owner`` may not have heard of. Not creations: those arrive by themselves, or are refused."""
+        """The forks that ``owner`` may not have heard of. Not creations: their requests arrive, or are refused."""
         return [
             used.fork
             for used in self._used.values()
@@ -165,9 +214,9 @@ class UserSide:
             if child.owner == member:
                 del self._children[child.fork_id]
             elif child.holder == member:
-                # The receiver may have sent it on before it died. Only the owner can find out, so it gets the
-                # fork to list, and ours is kept until it has.
-                self._outbox.register(child.owner, child)
+                # The receiver may have sent the fork on before it died. Only the owner can find out: register the
+                # fork in the receiver's name, and keep ours until the owner confirms.
+                self._outbox.put(Register, child.owner, child)
 
     # --- the end, and a look inside ----------------------------------------------------------------------
 

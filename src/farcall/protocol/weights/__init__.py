@@ -1,9 +1,11 @@
-"""Versions of published weights: who publishes a name, who has which version, and when its memory may be used again.
+"""Versions of published weights: the publisher of each name, the holders of each version, and when memory is reusable.
 
-    messages.py     what members tell each other, with the identities in it
-    lending.py      versions lent to members, until each has said that it reads them no more
+    messages.py     the messages between members, with the identities in them
+    directory.py    the publisher of each name, as far as one member has heard
+    lending.py      versions lent to members, until each borrower has stopped reading them
     publisher.py    one publisher's tenure of a name
     subscriber.py   one member's versions of a name
+    fetching.py     the route of a version's bytes to other hosts
 
 Sans-I/O: no bytes of tensors, no memory, no clock. `docs/design/WEIGHTS.md` has the picture.
 """

@@ -1,7 +1,7 @@
-"""Who publishes what, as far as one member has heard: the highest claim of each name, and the highest version.
+"""The publisher of each name, as far as one member has heard: the highest claim, and the highest version.
 
-Also of publishers that are gone: a later one has to go above them. There is no central member. A publisher tells all,
-and all answer what they knew before (`publisher.py`).
+Entries of dead publishers stay: the next publisher must claim a higher epoch than theirs. There is no central member.
+A publisher announces its claim to all members, and each answers with what it knew before (`publisher.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,11 @@ from farcall.protocol.weights.messages import Claim, ClaimAnswered, NameClaimed,
 
 
 class Directory:
-    """Mutable: of each name, the highest claim and version; what members that live claimed last; what they closed."""
+    """The claims on names that one member has heard of.
+
+    Mutable: for each name the highest claim and version, the latest claim of each live claimant, and the highest claim
+    that was closed.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[Claim, int]] = {}
@@ -18,31 +22,31 @@ class Directory:
         self._closed: dict[str, Claim] = {}
 
     def find(self, name: str) -> tuple[Claim | None, int]:
-        """The highest claim and version; (None, 0) if nobody was heard of."""
+        """The highest claim and version of a name; (None, 0) before the first claim."""
         return self._known.get(name, (None, 0))
 
     def find_publisher(self, name: str) -> Claim | None:
-        """The claim of the member that publishes a name, as far as is known."""
+        """The highest claim of a name, if its publisher lives and has not closed it; else None."""
         known, _ = self.find(name)
         return None if known is None or self._claimants.get(name, {}).get(known.publisher) != known else known
 
     def note(self, name: str, claim: Claim, number: int) -> None:
-        """There is, or was, such a claim and such a version."""
+        """Record that this claim and this version exist, or have existed."""
         known, highest = self._known.get(name, (claim, number))
         self._known[name] = max(known, claim), max(highest, number)
 
     def claim(self, message: NameClaimed) -> ClaimAnswered:
-        """A member claims a name: the answer."""
+        """Record a member's claim and return the answer to it."""
         name, claim = message.name, message.claim
         known, number = self._known.get(name, (claim, 0))
         self.note(name, claim, message.number)
-        if self._closed.get(name) != claim:  # unless the end was heard of first
+        if self._closed.get(name) != claim:  # `NameClosed` may overtake the `NameClaimed` of the same claim
             claimants = self._claimants.setdefault(name, {})
             claimants[claim.publisher] = max(claim, claimants.get(claim.publisher, claim))
         return ClaimAnswered(name, claim, known, number)
 
     def close(self, message: NameClosed) -> None:
-        """A member publishes a name no more."""
+        """Record that a member has stopped publishing a name."""
         name, claim = message.name, message.claim
         self.note(name, claim, message.number)
         self._closed[name] = max(claim, self._closed.get(name, claim))
@@ -51,10 +55,11 @@ class Directory:
             del claimants[claim.publisher]
 
     def lose(self, member: int) -> list[ClaimAnswered]:
-        """A member is gone: what is to be told to the publisher of each answer's ``claim``.
+        """Forget a member that is gone. Send each returned answer to the publisher of its ``claim``.
 
-        If it had the highest claim of a name, the one that published the name before may live, and may never have heard
-        of that. Its claim would stay below the one that is known here, and nobody here would listen to it.
+        The lost member may have had the highest claim of a name, and the name's previous publisher may live without
+        having heard of that claim. The answer makes the previous publisher claim a higher epoch. Otherwise its claim
+        would stay below the one known here, and this member would ignore it.
         """
         answers = []
         for name, claimants in self._claimants.items():

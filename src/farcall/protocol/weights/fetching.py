@@ -1,8 +1,8 @@
-"""Bytes of a version that come from other members: whom to ask, for which chunk, and whom to ask instead.
+"""Fetching a version's bytes from other members: the source of each chunk, and the fallback if that source fails.
 
 `Routes`, at the member that lends a version, gives each host one *leader*: the first of its members that asks. Leaders
-form a chain in the order in which their hosts came: each asks the leader before it, which hands a chunk on as soon as
-it has it, and the lender is at the head. So a version crosses to each host once, and every host sends it once. The
+form a chain in the order in which their hosts asked, with the lender at its head. Each leader asks the leader before
+it, which forwards a chunk as soon as it has it. So each host receives a version once and sends it at most once. The
 other members of a host map the memory of their leader.
 
 `Fetching`, at a leader, is one version on its way:
@@ -14,8 +14,8 @@ other members of a host map the memory of their leader.
     no chunk for STALL_S                         the same; the silent source is asked last from now on
     no source is left                            another route is asked for; `Failed`, if none has come since the last
 
-A chunk may come twice, from two sources: it is the same. Only leaders of hosts that came earlier are ever asked, so
-nobody waits for itself.
+A chunk may come twice, from two sources, with the same bytes. A leader asks only leaders of hosts that asked earlier,
+so the chain has no cycle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import msgspec
 
 CHUNK_BYTES: Final = 1 << 20
 WINDOW: Final = 8
-"""So many chunks are asked for at a time: enough for 10 Gbit/s over 6 ms."""
+"""How many chunks are outstanding at a time: enough for 10 Gbit/s over 6 ms."""
 STALL_S: Final = 2.0
 NEVER: Final = float("inf")
 
@@ -38,21 +38,24 @@ NEVER: Final = float("inf")
 class Route(msgspec.Struct, array_like=True, frozen=True):
     """Where a member gets a version."""
 
-    neighbour: int  # a member of its host that has it, or will; 0: none, fetch it
-    sources: list[int]  # whom to fetch it from, the best one first
+    neighbour: int  # the leader of the member's host, whose memory it maps; 0: the member is the leader, and fetches
+    sources: list[int]  # the members to fetch from, the best one first
 
 
 class Routes:
-    """The hosts that fetch one version, each with its leader, in the order in which they came."""
+    """The hosts that fetch one version, each with its leader, in the order in which they asked.
+
+    Mutable: the leaders. Python's dictionaries keep the order of insertion, which is the order of the chain.
+    """
 
     def __init__(self, lender: int) -> None:
         self._lender = lender
         self._leaders: dict[str, int] = {}
 
     def find(self, member: int, host: str, avoided: Iterable[int] = ()) -> Route:
-        """The route of ``member``, which has had no luck with ``avoided``."""
+        """The route of ``member``, which failed to get the version from ``avoided``."""
         avoided = set(avoided)
-        host = host or f"member {member}"
+        host = host or f"member {member}"  # a member that shares no memory is a host of its own
         leader = self._leaders.setdefault(host, member)
         if leader != member and leader not in avoided:
             return Route(leader, [])
@@ -65,7 +68,7 @@ class Routes:
         return Route(0, [source for source in (*reversed(earlier), self._lender) if source not in avoided])
 
     def forget(self, member: int) -> None:
-        """A member is gone: its host gets another leader when one asks."""
+        """Forget a member that is gone: the next member of its host that asks becomes the leader."""
         for host, leader in list(self._leaders.items()):
             if leader == member:
                 del self._leaders[host]
@@ -75,28 +78,28 @@ class Routes:
 
 
 class Chunk(msgspec.Struct, array_like=True, frozen=True):
-    """A range of a content."""
+    """A range of bytes of one content."""
 
-    content: int  # its place in the list of those that are fetched
+    content: int  # the content's index in the list of contents to fetch
     offset: int
     size_bytes: int
 
 
 class Routed(msgspec.Struct, frozen=True):
-    """The lender has answered; ``sources`` are empty if it could not."""
+    """The lender's answer to `AskRoute`; ``sources`` is empty if the lender could not answer."""
 
     sources: Sequence[int]
 
 
 class Came(msgspec.Struct, frozen=True):
-    """A chunk is here."""
+    """A chunk has arrived."""
 
     chunk: Chunk
     source: int
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """A source is gone, or has not got what it was asked for."""
+    """A source is gone, or does not have the chunk."""
 
     chunk: Chunk
     source: int
@@ -116,11 +119,11 @@ class AskRoute(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """Everything is here."""
+    """All chunks have arrived."""
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """Nobody is left to ask."""
+    """No source is left."""
 
     missing_bytes: int
 
@@ -130,13 +133,13 @@ Effect: TypeAlias = Ask | AskRoute | Done | Failed
 
 
 class Fetching:
-    """One version on its way to this member.
+    """The transfer of one version to this member.
 
-    Mutable: the chunks that are missing, those asked for and where, and the sources that are left.
+    Mutable: the missing chunks, the outstanding chunks with their sources, the sources left and the sources to avoid.
     """
 
     def __init__(self, sizes_bytes: Sequence[int], *, chunk_bytes: int = CHUNK_BYTES, window: int = WINDOW) -> None:
-        """``sizes_bytes``: of the contents to be fetched."""
+        """``sizes_bytes``: the sizes of the contents to fetch."""
         self._window = window
         self._missing: dict[Chunk, None] = {
             Chunk(content, offset, min(chunk_bytes, size - offset)): None
@@ -150,17 +153,17 @@ class Fetching:
         self._routing = True
         self._deadline = NEVER
         self.is_over: bool = False
-        """Is it done, or has it failed?"""
+        """Has the transfer ended, by success or by failure?"""
 
     def start(self) -> list[Effect]:
-        """Begin."""
+        """Ask for the first route."""
         if not self._missing:
             self.is_over = True
             return [Done()]
         return [AskRoute(())]
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """What follows from ``event``."""
+        """Apply ``event`` and return its effects."""
         return [] if self.is_over else _STEPS[type(event)](self, event, now)
 
     def next_deadline(self) -> float:
@@ -168,7 +171,7 @@ class Fetching:
         return self._deadline
 
     def handle_deadline(self, now: float) -> list[Effect]:
-        """The source is silent: ask another one, and this one last from now on."""
+        """Move the silent source to the end of the list, and ask the next one."""
         if now < self._deadline or self.is_over or not self._sources:
             return []
         self._sources.append(self._sources.pop(0))
@@ -176,12 +179,12 @@ class Fetching:
         return self._go_on(now)
 
     def has(self, chunk: Chunk) -> bool:
-        """Is this chunk here? All members cut contents alike."""
+        """Has this chunk arrived? All members cut contents into the same chunks."""
         return chunk not in self._missing
 
     @property
     def missing_bytes(self) -> int:
-        """What is still to come."""
+        """How many bytes are still missing."""
         return sum(chunk.size_bytes for chunk in self._missing)
 
     def _routed(self, event: Routed, now: float) -> list[Effect]:
@@ -191,7 +194,7 @@ class Fetching:
 
     def _came(self, event: Came, now: float) -> list[Effect]:
         self._asked.pop(event.chunk, None)
-        if self._missing.pop(event.chunk, self) is self:
+        if self._missing.pop(event.chunk, self) is self:  # a duplicate, from a second source
             return self._go_on(now)
         self._may_reroute = True
         if not self._missing:
@@ -209,7 +212,10 @@ class Fetching:
         return self._go_on(now)
 
     def _go_on(self, now: float) -> list[Effect]:
-        """Ask for as many chunks as may be on their way; for a route, if nobody is left to ask."""
+        """Fill the window with requests for chunks; if no source is left, ask for another route.
+
+        A reroute that brought no chunk is the last one: otherwise this would loop for ever.
+        """
         if self._routing:
             return []
         if not self._sources:

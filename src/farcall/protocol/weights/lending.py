@@ -1,13 +1,13 @@
-"""Versions that a member lends to others, and when the memory of one may be used again.
+"""Versions that a member lends to others, and when the memory of a version may be reused.
 
-A version is lent from the moment it is sent until its borrower says that it reads the lender's memory no more, or dies.
-A borrower that has not answered for the last version is sent none: it gets the newest one when it answers. So one that
-is stopped holds on to few versions, whatever is pushed meanwhile.
+A loan begins when the version is sent, and ends when the borrower reports that it no longer reads the lender's memory,
+or dies. A borrower gets no further version until it has answered for the last one, and then gets the newest. So a
+stopped borrower holds few versions, however many are pushed meanwhile.
 
     version      event                                    becomes
     kept         ``keep`` newer ones were pushed          superseded
     superseded   nobody borrows it (any more)             `Freed`: its memory may be filled again
-    newest       the publisher ends                       kept until each who wants versions has got it
+    newest       the publisher ends                       kept until each subscriber has got it
     any          a borrower dies                          `Stranded`: freed as usual, but its memory is never filled
                                                           again, since that process may live on and read it
 """
@@ -30,13 +30,13 @@ class Lend(msgspec.Struct, frozen=True):
 
 
 class Freed(msgspec.Struct, frozen=True):
-    """Nobody reads this version any more."""
+    """This version has no reader any more."""
 
     number: int
 
 
 class Stranded(msgspec.Struct, frozen=True):
-    """Somebody out of reach may read this version for good."""
+    """A process that this member cannot reach may read this version for ever."""
 
     number: int
 
@@ -47,24 +47,25 @@ Lending: TypeAlias = Lend | Freed | Stranded
 class Lender:
     """The versions of one name that one member lends.
 
-    Mutable: the borrowers of each version; the version that each member has not answered for, and the last one it got.
+    Mutable: the borrowers of each version; for each member the version it has not answered for, the last version it
+    got, and the serial of its last `VersionsWanted`.
     """
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
         self._is_ending = False
-        # Of each version, how often each member has borrowed it: it says once for each that it reads it no more.
+        # How often each member has borrowed each version: it reports the end of every loan separately.
         self._borrowers: dict[int, Counter[int]] = {}
         self._unanswered: dict[int, int] = {}
         self._serials: dict[int, int] = {}
         self._last: dict[int, int] = {}
         self.taken: dict[int, tuple[int, How]] = {}
-        """The last version that each subscriber has answered for, and how."""
+        """The last version that each subscriber has answered for, and its answer."""
         self.newest: int = 0
 
     @property
     def versions(self) -> list[int]:
-        """Those that are kept or borrowed, oldest first."""
+        """The versions that are kept or borrowed, oldest first."""
         return sorted(self._borrowers)
 
     @property
@@ -72,8 +73,14 @@ class Lender:
         """The members that get each new version."""
         return list(self._last)
 
+    @property
+    def awaited(self) -> list[int]:
+        """The members that want the newest version and have not answered for it."""
+        behind = {member for member, last in self._last.items() if last < self.newest}
+        return sorted(behind.union(member for member, number in self._unanswered.items() if number == self.newest))
+
     def push(self, number: int) -> list[Lending]:
-        """There is a new version."""
+        """Lend a new version to all subscribers."""
         self._borrowers[number] = Counter()
         self.newest = max(self.newest, number)
         effects: list[Lending] = []
@@ -82,7 +89,7 @@ class Lender:
         return effects + self._sweep()
 
     def want(self, member: int, wanted: bool, serial: int) -> list[Lending]:
-        """A member wants versions from now on, or no more; those it has are answered for one by one."""
+        """Begin or end a member's subscription; the member still answers for each version that it holds."""
         if serial <= self._serials.get(member, -1):
             return []
         self._serials[member] = serial
@@ -90,13 +97,13 @@ class Lender:
             self._last.pop(member, None)
             self.taken.pop(member, None)
             return self._sweep()
-        # Also one that it was sent before: it may have had no use for it then, since it had closed its subscription, or
-        # heard of a higher claim of this publisher's.
+        # 0 lends the newest version even if this member got it before: it may have dropped that one, because its
+        # subscription was closed then, or because it had heard of a higher claim of this publisher.
         self._last[member] = 0
         return self._lend(member)
 
     def take(self, member: int, number: int, how: How) -> list[Lending]:
-        """A member says what became of a version."""
+        """Record a member's answer for a version."""
         if self._unanswered.get(member) == number:
             del self._unanswered[member]
         if member in self._last and how != "dropped" and number >= self.taken.get(member, (0, how))[0]:
@@ -109,7 +116,7 @@ class Lender:
         return self._lend(member) + self._sweep()
 
     def lose(self, member: int) -> list[Lending]:
-        """A member is gone."""
+        """Forget a member that is gone. Each version that it borrowed is stranded."""
         self._last.pop(member, None)
         self._serials.pop(member, None)
         self.taken.pop(member, None)
@@ -122,14 +129,15 @@ class Lender:
         return effects + self._sweep()
 
     def end(self) -> list[Lending]:
-        """There will be no other version: keep the newest for those who have not got it yet, and nothing for long."""
+        """Push no further version: keep the newest one until all subscribers have got it, and no other one."""
         self._is_ending = True
         return self._sweep()
 
     def close(self) -> list[Lending]:
-        """Lend nothing more, and keep nothing."""
+        """Lend and keep nothing more."""
         self._keep = 0
         self._last.clear()
+        self._unanswered.clear()
         return self._sweep()
 
     def _lend(self, member: int) -> list[Lending]:

@@ -1,4 +1,4 @@
-"""What members tell each other about published weights, and the identities in it.
+"""The messages between members about published weights, and the identities in them.
 
     message           way                         says
     `NameClaimed`     publisher -> all            I publish this name
@@ -11,7 +11,7 @@
     `BlockRefused`    subscriber -> owner         it cannot be mapped here
     `BlockRetired`    owner -> subscriber         unmap it
 
-A link delivers each once, but they may pass each other.
+A link delivers each message once, but may reorder them.
 """
 
 from __future__ import annotations
@@ -20,64 +20,44 @@ from typing import Annotated, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from farcall.protocol.control import ControlMessage
 from farcall.protocol.member import Incarnation
-
-__all__ = [
-    "MAX_NAME_CHARACTERS",
-    "BlockOffered",
-    "BlockRefused",
-    "BlockRetired",
-    "Claim",
-    "ClaimAnswered",
-    "How",
-    "Key",
-    "Message",
-    "NameClaimed",
-    "NameClosed",
-    "VersionPushed",
-    "VersionTaken",
-    "VersionsWanted",
-]
 
 MAX_NAME_CHARACTERS: Final = 256
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 How: TypeAlias = Literal["mapped", "copied", "dropped"]
-"""It reads the lender's memory; it has a copy of its own; it reads nothing of it (any more).
+"""The member reads the lender's memory; it has its own copy; it does not read the version (any more).
 
-For each version that it is sent, a member says one of the latter two once, at last.
+A member's last answer for each version that it was sent is "copied" or "dropped", exactly once.
 """
 
 
 class Claim(msgspec.Struct, array_like=True, frozen=True, order=True, forbid_unknown_fields=True):
-    """One publisher's tenure of a name; of two, the higher one is right."""
+    """One publisher's tenure of a name; the higher one of two claims wins."""
 
     epoch: Count
     publisher: Incarnation
 
 
 class Key(NamedTuple):
-    """One version of a name, everywhere; a later one is greater."""
+    """The identity of a version of a name, the same at all members; later versions compare greater."""
 
     claim: Claim
     number: int
 
 
-class _Control(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Base of these messages: immutable, and encoded as [tag, field, field ...]."""
-
-
-class NameClaimed(_Control, frozen=True, tag=100):
-    """The sender publishes ``name``; ``number`` is the last version that it knows of."""
+class NameClaimed(ControlMessage, frozen=True, tag=100):
+    """The sender publishes ``name``; ``number`` is the highest version that it knows of."""
 
     name: Name
     claim: Claim
     number: Count
 
 
-class ClaimAnswered(_Control, frozen=True, tag=101):
-    """The answer to a ``NameClaimed`` with ``claim``: the highest claim that was heard of before it, or that itself."""
+class ClaimAnswered(ControlMessage, frozen=True, tag=101):
+    """The answer to a ``NameClaimed`` with ``claim``: the highest claim heard before it, or ``claim`` if none was."""
 
     name: Name
     claim: Claim
@@ -85,27 +65,36 @@ class ClaimAnswered(_Control, frozen=True, tag=101):
     number: Count
 
 
-class VersionsWanted(_Control, frozen=True, tag=102):
-    """Send the versions of ``name`` to the sender, the newest one at once; or no more of them."""
+class VersionsWanted(ControlMessage, frozen=True, tag=102):
+    """The sender subscribes to ``name``, and wants the newest version at once; or it unsubscribes."""
 
     name: Name
     wanted: bool
-    serial: Count  # of two, the one with the higher number counts: they may pass each other
+    serial: Count  # the highest serial wins: a link may reorder messages
 
 
-class VersionPushed(_Control, frozen=True, tag=103):
-    """A version that the sender lends to the receiver from now on."""
+class OnDevice(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A second copy of one content, in device memory of the sender that the receiver can open."""
+
+    content: Count  # its index in the manifest's list
+    device: Count  # as the sender numbers it
+    opener: bytes  # equal openers name the same memory
+
+
+class VersionPushed(ControlMessage, frozen=True, tag=103):
+    """A version that the sender lends to the receiver, from this message on."""
 
     name: Name
     claim: Claim
     number: Count
     keep: Count
-    offered: bool  # its blocks come as `BlockOffered`, if they have not come before; else fetch their bytes
+    offered: bool  # true: blocks not offered before come as `BlockOffered`; false: fetch the bytes
     manifest: bytes
+    on_devices: list[OnDevice] = msgspec.field(default_factory=list)  # a shortcut: host memory has all bytes, too
 
 
-class VersionTaken(_Control, frozen=True, tag=104):
-    """What became of a version at the sender."""
+class VersionTaken(ControlMessage, frozen=True, tag=104):
+    """The sender's answer for a version that it was lent."""
 
     name: Name
     claim: Claim
@@ -113,31 +102,31 @@ class VersionTaken(_Control, frozen=True, tag=104):
     how: How
 
 
-class BlockOffered(_Control, frozen=True, tag=105):
-    """Memory of the sender's that versions lie in; its descriptor rides along, unless ``size_bytes`` is 0.
+class BlockOffered(ControlMessage, frozen=True, tag=105):
+    """A block of the sender's memory that holds versions. Its descriptor rides along, unless ``size_bytes`` is 0.
 
-    Then the sender had none to spare: what lies in the block has to be fetched.
+    0 means that the sender had no descriptor to spare: the receiver must fetch the bytes in the block.
     """
 
     block_id: Count
     size_bytes: Count
 
 
-class BlockRefused(_Control, frozen=True, tag=106):
-    """A block cannot be mapped here: send bytes instead."""
+class BlockRefused(ControlMessage, frozen=True, tag=106):
+    """The sender cannot map a block, and needs its bytes instead."""
 
     block_id: Count
     reason: str
 
 
-class BlockRetired(_Control, frozen=True, tag=107):
-    """The sender gave a block up: no version names it any more."""
+class BlockRetired(ControlMessage, frozen=True, tag=107):
+    """The sender gave up a block: no version lies in it any more."""
 
     block_id: Count
 
 
-class NameClosed(_Control, frozen=True, tag=108):
-    """The sender publishes ``name`` no more; no version after ``number`` comes to the receiver, 0: none at all."""
+class NameClosed(ControlMessage, frozen=True, tag=108):
+    """The sender stops publishing ``name``. ``number`` is the last version that the receiver gets; 0: none."""
 
     name: Name
     claim: Claim
@@ -155,3 +144,9 @@ Message = (
     | BlockRefused
     | BlockRetired
 )
+
+
+def check_name(name: str) -> None:
+    """Raise unless ``name`` is a valid name for published weights."""
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS:
+        raise ValueError(f"weights are published under a name of 1 to {MAX_NAME_CHARACTERS} characters, not {name!r}")

@@ -1,4 +1,4 @@
-"""One publisher's tenure of a name: it claims the name, lends versions, and ends when another one takes the name over.
+"""One publisher's tenure of a name: it claims the name, lends versions, and ends when another publisher takes over.
 
     claiming     a member answers: it is another's           claiming, with an epoch above that; all are told again
     claiming     the last member that lives answers alike    published
@@ -11,9 +11,10 @@
     closed       a member that has not heard wants versions  closed; it is told
     any          a member joins                              the same; it is told, unless this has ended
 
-An epoch is above all that were heard of. Two that claim a name at one time may take the same epoch, and find out by the
-answers to both: no epoch has two publishers, unless a member does not answer for CLAIM_S; incarnations decide then.
-Versions are lent until the tenure ends (`lending.py`); those who have them by then read on.
+A publisher claims an epoch above all that it has heard of. Two concurrent claims of a name may take the same epoch;
+the answers reveal that to both publishers. So no epoch has two publishers, unless a member does not answer within
+CLAIM_S; then the higher incarnation wins. Versions are lent until the tenure ends (`lending.py`); borrowers may read on
+after its end.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ NEVER: Final = float("inf")
 
 
 class PublisherState(StrEnum):
-    """What a publisher is."""
+    """The states of a publisher; see the table above."""
 
     CLAIMING = "claiming"
     PUBLISHED = "published"
@@ -42,7 +43,7 @@ class PublisherState(StrEnum):
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """A member answers ``claim`` with what it knows; ``alive``: is the publisher of that a member?"""
+    """A member answers ``claim`` with the highest claim it knows; ``alive``: is that claim's publisher a member?"""
 
     member: int
     claim: Claim
@@ -52,13 +53,13 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class Claimed(msgspec.Struct, frozen=True):
-    """Another one claims the name."""
+    """Another publisher claims the name."""
 
     claim: Claim
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """A member has come."""
+    """A member joined."""
 
     member: int
 
@@ -70,7 +71,7 @@ class Gone(msgspec.Struct, frozen=True):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """A member wants versions, or no more."""
+    """A member subscribes or unsubscribes."""
 
     member: int
     wanted: bool
@@ -84,7 +85,7 @@ class Pushed(msgspec.Struct, frozen=True):
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """A member says what became of a version."""
+    """A member answers for a version."""
 
     member: int
     number: int
@@ -92,11 +93,11 @@ class Taken(msgspec.Struct, frozen=True):
 
 
 class Closed(msgspec.Struct, frozen=True):
-    """The program publishes this no more."""
+    """The program stops publishing the name."""
 
 
 class Tell(msgspec.Struct, frozen=True):
-    """Send this to a member; to all others if it is None."""
+    """Send ``message`` to ``member``; None: to all other members."""
 
     member: int | None
     message: NameClaimed | NameClosed
@@ -107,17 +108,20 @@ Effect: TypeAlias = Tell | Lend | Freed | Stranded
 
 
 class PublisherMachine:
-    """The tenure of one publisher. ``state``, ``claim`` and ``number`` may be read at any time."""
+    """The tenure of one publisher. ``state``, ``claim`` and ``number`` may be read at any time.
+
+    Mutable: these three, the lender, the members that have not answered the claim, and the deadline for their answers.
+    """
 
     def __init__(
         self, name: str, me: int, *, known: Claim | None, number: int, keep: int, members: Iterable[int]
     ) -> None:
-        """``known``, ``number``: the highest claim and version that this member has heard of."""
+        """``known`` and ``number`` are the highest claim and version that this member has heard of."""
         self.name: str = name
         self.state: PublisherState = PublisherState.CLAIMING
         self.claim: Claim = Claim(1 if known is None else known.epoch + 1, me)
         self.number: int = number
-        """The highest version of the name, of whichever publisher."""
+        """The highest version of the name, of any publisher."""
         self.superseded_by: Claim | None = None
         self.lender: Lender = Lender(keep)
         self._waits_for = set(members)
@@ -131,7 +135,7 @@ class PublisherMachine:
         return [Tell(None, self._announcement())]
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """What follows from ``event``."""
+        """Apply ``event`` and return its effects."""
         step = _STEPS[type(event)].get(self.state)
         return [] if step is None else step(self, event, now)
 
@@ -140,15 +144,10 @@ class PublisherMachine:
         return self._deadline
 
     def handle_deadline(self, now: float) -> list[Effect]:
-        """Members that have not answered are waited for no longer."""
+        """Publish without the answers that are still missing."""
         if now >= self._deadline and self.state is PublisherState.CLAIMING:
             self._publish()
         return []
-
-    @property
-    def waits_for(self) -> list[int]:
-        """The members that have not answered yet."""
-        return list(self._waits_for)
 
     def _announcement(self) -> NameClaimed:
         return NameClaimed(self.name, self.claim, self.number)
@@ -159,10 +158,10 @@ class PublisherMachine:
         self._waits_for.clear()
 
     def _reclaim(self, known: Claim, now: float) -> list[Effect]:
-        """Claim the name above ``known``. Only answers to this very claim count from now on."""
+        """Claim an epoch above ``known``. From now on only answers to the new claim count."""
         self.claim = Claim(known.epoch + 1, self.claim.publisher)
         if self.state is PublisherState.PUBLISHED:
-            # Versions pushed before this go on under the higher claim; numbers only grow.
+            # Versions pushed before continue under the higher claim; version numbers only grow.
             self.state = PublisherState.CLAIMING
         self._deadline = now + CLAIM_S
         return [Tell(None, self._announcement())]
@@ -176,7 +175,7 @@ class PublisherMachine:
         return []
 
     def _is_taken(self, known: Claim) -> bool:
-        """Has somebody else an epoch that this one would have to be above?"""
+        """Does ``known`` give another publisher this claim's epoch, or a higher one?"""
         return known.epoch >= self.claim.epoch and known.publisher != self.claim.publisher
 
     def _answered_by(self, member: int) -> None:

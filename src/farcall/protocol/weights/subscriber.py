@@ -1,4 +1,4 @@
-"""The versions of one name at one member: which arrive, which are ready, and when one is let go.
+"""The versions of one name at one member: the arriving ones, the ready ones, and when each is dropped.
 
     name           event                                      becomes
     unpublished    a claim                                    subscribed: that publisher is asked for versions
@@ -15,7 +15,7 @@
     arriving       its lender dies, or it cannot be had       dropped
     ready          ``keep`` newer ones are ready, no readers  dropped; its lender is told
 
-Invariant: the newest ready version never goes back. What programs see is that one, or one that they hold.
+Invariant: the newest ready version never goes backwards. Programs see the newest version, or one that they hold.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Block: TypeAlias = tuple[int, int]
 
 
 class SubscriberState(StrEnum):
-    """What a name is to a member that wants its versions."""
+    """The states of a name at a subscriber; see the table above."""
 
     UNPUBLISHED = "unpublished"
     SUBSCRIBED = "subscribed"
@@ -43,13 +43,13 @@ class SubscriberState(StrEnum):
 
 
 class Claimed(msgspec.Struct, frozen=True):
-    """There is a publisher."""
+    """A publisher claims the name."""
 
     claim: Claim
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The publisher publishes it no more; ``number`` is the last version that comes, 0 if none comes any more."""
+    """The publisher stops publishing the name; ``number`` is the last version that will come, 0 if none will."""
 
     claim: Claim
     number: int
@@ -62,7 +62,7 @@ class Gone(msgspec.Struct, frozen=True):
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """A version is lent by ``lender``. ``blocks`` are yet to be mapped; None: its bytes are to be fetched."""
+    """``lender`` lends a version. ``blocks`` are not mapped yet; None: fetch the bytes."""
 
     key: Key
     lender: int
@@ -71,37 +71,37 @@ class Arrived(msgspec.Struct, frozen=True):
 
 
 class Mapped(msgspec.Struct, frozen=True):
-    """A block can be read."""
+    """A block is mapped."""
 
     block: Block
 
 
 class Unmappable(msgspec.Struct, frozen=True):
-    """A block was offered, and cannot be mapped."""
+    """A block was offered, but cannot be mapped."""
 
     block: Block
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """All bytes of a version have come, into memory of this member's own, and are right."""
+    """All bytes of a version have arrived in this member's own memory, and their checksums match."""
 
     key: Key
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """A version cannot be had."""
+    """A version's bytes cannot be obtained."""
 
     key: Key
 
 
 class Held(msgspec.Struct, frozen=True):
-    """The program reads a version that is ready."""
+    """The program begins to read a ready version."""
 
     key: Key
 
 
 class LetGo(msgspec.Struct, frozen=True):
-    """The program has ended one use of it."""
+    """The program ends one use of a version."""
 
     key: Key
 
@@ -111,7 +111,7 @@ class Closed(msgspec.Struct, frozen=True):
 
 
 class Tell(msgspec.Struct, frozen=True):
-    """Send this to a member."""
+    """Send ``message`` to ``member``."""
 
     member: int
     message: VersionsWanted | VersionTaken
@@ -130,7 +130,7 @@ class Fetch(msgspec.Struct, frozen=True):
 
 
 class Dropped(msgspec.Struct, frozen=True):
-    """Nobody here wants this version any more: forget it, and stop fetching it."""
+    """This member no longer needs this version: forget it, and stop fetching it."""
 
     key: Key
 
@@ -140,7 +140,10 @@ Effect: TypeAlias = Tell | Fetch | Ready | Dropped
 
 
 class _Version:
-    """Mutable: what is still missing, whether it is ready, and how many uses it has."""
+    """One version at this member.
+
+    Mutable: the missing blocks (None: the bytes are fetched), the flags, and the number of uses.
+    """
 
     __slots__ = ("is_lent", "is_ready", "lender", "missing", "readers")
 
@@ -153,38 +156,41 @@ class _Version:
 
 
 class SubscriberMachine:
-    """One member's versions of one name. ``state``, ``claim`` and ``newest`` may be read at any time."""
+    """One member's versions of one name. ``state``, ``claim`` and ``newest`` may be read at any time.
+
+    Mutable: these three, the versions, how many ready ones to keep, and the last version that an ended name sends.
+    """
 
     def __init__(self, name: str, serials: Iterator[int]) -> None:
-        """``serials``: numbers that grow, also from one machine of this name to the next."""
+        """``serials``: growing numbers, which go on growing when a later machine of this name uses them."""
         self.name: str = name
         self._serials = serials
         self.state: SubscriberState = SubscriberState.UNPUBLISHED
         self.claim: Claim | None = None
         self.newest: Key | None = None
-        """The newest version that is ready."""
+        """The newest ready version."""
         self._keep = 1
-        self._last = 0  # of an ended name: the number of the version that no other follows
+        self._last = 0  # of an ended name: the number of its last version
         self._versions: dict[Key, _Version] = {}
 
     def handle(self, event: Event) -> list[Effect]:
-        """What follows from ``event``."""
+        """Apply ``event`` and return its effects."""
         step = _STEPS[type(event)].get(self.state)
         return [] if step is None else step(self, event)
 
     @property
     def is_over(self) -> bool:
-        """Has the publisher ended, and is its last version here, unless it never will be?"""
+        """Has the publisher ended, and has its last version arrived or become unobtainable?"""
         return self.state is SubscriberState.ENDED and (0 if self.newest is None else self.newest.number) >= self._last
 
     @property
     def ready(self) -> list[Key]:
-        """The versions that can be read, oldest first."""
+        """The versions that programs can read, oldest first."""
         return sorted(key for key, version in self._versions.items() if version.is_ready)
 
     @property
     def arriving(self) -> list[Key]:
-        """The versions that are on their way."""
+        """The versions that are not ready yet, oldest first."""
         return sorted(key for key, version in self._versions.items() if not version.is_ready)
 
     # ------------------------------------------------------------------ steps
@@ -227,7 +233,7 @@ class SubscriberMachine:
     def _arrived(self, event: Arrived) -> list[Effect]:
         key = event.key
         stale = self.claim is None or key.claim < self.claim or (self.newest is not None and key <= self.newest)
-        if key in self._versions:  # it was wanted twice, before and after the program had closed its subscription
+        if key in self._versions:  # lent twice: the program closed its subscription and subscribed again
             return [self._taken(event.lender, key, "dropped")]
         if stale:
             return [Dropped(key), self._taken(event.lender, key, "dropped")]
@@ -243,7 +249,7 @@ class SubscriberMachine:
         for key, version in sorted(self._versions.items()):
             if version.missing and event.block in version.missing:
                 version.missing.discard(event.block)
-                if key in self._versions:  # a newer one may have become ready, and dropped this one
+                if key in self._versions:  # an earlier turn of this loop may have swept it
                     effects += self._complete(key, version)
         return effects
 
@@ -265,7 +271,7 @@ class SubscriberMachine:
             return []
         del self._versions[event.key]
         if event.key.number >= self._last:
-            self._last = 0  # no other follows it
+            self._last = 0  # no later version follows
         return [Dropped(event.key), self._taken(version.lender, event.key, "dropped")]
 
     def _held(self, event: Held) -> list[Effect]:
@@ -303,7 +309,7 @@ class SubscriberMachine:
         return effects + self._sweep()
 
     def _sweep(self) -> list[Effect]:
-        """Drop what is superseded and not read; what still arrives, but is no longer the newest, too."""
+        """Drop superseded versions without readers, and arriving versions older than the newest ready one."""
         ready = self.ready
         kept = ready[-self._keep :] if self._keep else []
         effects: list[Effect] = []

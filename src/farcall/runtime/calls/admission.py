@@ -1,27 +1,26 @@
-"""What a node does when more calls wait for its threads than it allows: it says so. And what its callers do then.
+"""Backpressure: a node reports that too many calls wait for its threads, and its callers wait or are refused.
 
-Owns the limit, the two words that go between callee and caller, and those who wait at the caller. Knows nothing of
-functions, arguments or frames; `node/dispatcher.py` asks it about each request that comes while many are unanswered.
+Owns the limit, the two messages between callee and caller, and the threads that wait at the caller. Knows nothing of
+functions, arguments or frames; `node/dispatcher.py` asks it about each request that arrives while many are unanswered.
 
-What counts is what waits for a thread (``Executor.waiting``). Functions that run, that wait for calls of their own, or
-that have returned a future do not; so the pool, which grows where every thread waits, always gets the queue down again,
-and a nested call is kept waiting but not for good. Only requests are counted out: answers, references, gradients and
-membership always pass.
+The limit counts tasks that wait for a thread (``Executor.waiting``), not functions that run, wait for nested calls,
+or have returned a future. So the pool, which grows when every thread waits, always drains the queue again, and no
+nested call waits for ever. Only requests are held up: answers, references, gradients and membership always pass.
 
     the caller chose   its request finds the queue full, and is     its further requests
-    "wait"             taken in; the caller is told, once           wait at the caller, unsent, until told of room
-    "fail"             refused: answered, not run                   are sent, and refused or not, each for itself
+    "wait"             accepted; the caller is told, once           wait at the caller, unsent, until told of room
+    "fail"             refused: answered, not run                   are sent, and each is accepted or refused
 
-Room is told when half of the limit is free, by the I/O thread, which looks every LOOK_S while anybody waits for it.
-To "wait" the limit is therefore a soft one: what was on its way is taken in. It is not refused and sent again: its
-sender may have changed its tensors since.
+The I/O thread reports room when half of the limit is free; it looks every LOOK_S while any caller waits for room.
+For "wait" the limit is therefore soft: requests in flight are accepted. Rejected: to refuse them and have them sent
+again. The sender may have changed its tensors since.
 
     a peer, at the caller   hears                       becomes
     open (``full`` None)    QueueFull                   full: senders wait, within their calls' timeouts
-    full                    QueueHasRoom, or its end    open: all of them go on (and find out about its end by sending)
+    full                    QueueHasRoom, or its end    open: all senders go on (and learn of its end when they send)
 
-Both words are read in the order they were sent, on whichever thread reads the link. They are sent under the lock,
-which is held for moments: so they are sent in the right order, too.
+Both messages are sent under the lock, which is held only briefly, and so in the right order; the reader of the link
+handles them in that order, on whatever thread.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ LOOK_S = 0.002
 
 
 class Caller(Protocol):
-    """Whom a full queue is told to."""
+    """A caller, as the receiver of the two messages."""
 
     def tell_full(self, queued: int, limit: int) -> None: ...
 
@@ -47,17 +46,17 @@ class Caller(Protocol):
 
 
 class Admission:
-    """At the callee: which requests are refused, and who has been told to wait."""
+    """At the callee: which requests are refused, and which callers have been told to wait."""
 
     def __init__(self, limit: int, count_queued: Callable[[], int], timer: Callable[[Callback], Timer]) -> None:
         self.limit = limit
         self._count_queued = count_queued
         self._timer = timer(self.look_for_room)
-        self._told: set[Caller] = set()
+        self._told: set[Caller] = set()  # changed under the lock only
         self._lock = threading.Lock()
 
     def refuses(self, caller: Caller, refusable: bool) -> bool:
-        """Is a request not to be taken in? Asked only while at least ``limit`` requests are unanswered."""
+        """Is a request to be refused? Asked only while at least ``limit`` requests are unanswered."""
         queued = self._count_queued()
         if queued < self.limit:
             return False
@@ -73,11 +72,11 @@ class Admission:
 
     @property
     def queued(self) -> int:
-        """How much waits for a thread here."""
+        """How many tasks wait for a thread here."""
         return self._count_queued()
 
     def look_for_room(self, now: float) -> float:
-        """On the I/O thread: tell who waits for room that there is some."""
+        """On the I/O thread: tell the waiting callers, if there is room; returns when to look again."""
         if not self._told:
             return NEVER
         if self._count_queued() > self.limit // 2:
@@ -89,13 +88,13 @@ class Admission:
         return NEVER
 
     def forget(self, caller: Caller) -> None:
-        """It is gone."""
+        """``caller`` is gone."""
         with self._lock:
             self._told.discard(caller)
 
 
 class Fullness:
-    """At the caller: a peer whose queue is full, and the threads that have something to send to it."""
+    """At the caller: the full queue of one peer, and the threads that wait to send to that peer. Ends once."""
 
     __slots__ = ("_gates", "_over", "limit", "queued")
 
@@ -106,10 +105,10 @@ class Fullness:
         self._over = False
 
     def wait(self, deadline: float) -> bool:
-        """Block until it is over; False: ``deadline`` came first."""
+        """Block until the queue has room or the peer is gone; False: ``deadline`` came first."""
         gate = Gate()
         self._gates.append(gate)
-        # After the line above: whoever ends it from now on opens the gate.
+        # Look only after the line above: an `end` that this look misses then opens the gate.
         while not self._over:
             remaining = deadline - monotonic()
             if remaining <= 0:

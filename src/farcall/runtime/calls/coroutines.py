@@ -1,6 +1,6 @@
 """The event loop on which a node runs `async def` functions.
 
-Owns the loop and its thread, both made when the first coroutine comes. Coroutines are handed over from any thread.
+Owns the loop and its thread, both made for the first coroutine. Any thread may hand a coroutine over.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 
 class CoroutineRunner:
-    """One event loop, on a thread of its own."""
+    """One event loop on its own thread; ``_loop`` and ``_thread``, under the lock, are None before and after."""
 
     def __init__(self, name: str, on_thread_start: Callable[[], None]) -> None:
-        """``on_thread_start`` is called first on the loop's thread."""
+        """``on_thread_start`` is the first function that runs on the loop's thread."""
         self._name = name
         self._on_thread_start = on_thread_start
         self._lock = threading.Lock()
@@ -23,16 +23,9 @@ class CoroutineRunner:
         self._thread: threading.Thread | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]) -> Callable[[], None]:
-        """Run ``coroutine`` and give its finished task to ``done``; what is returned cancels it, from any thread."""
+        """Run ``coroutine`` and pass its finished task to ``done``; returns what cancels it, from any thread."""
         with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._loop.call_soon(self._on_thread_start)
-                self._thread = threading.Thread(
-                    target=self._loop.run_forever, name=f"farcall-asyncio-{self._name}", daemon=True
-                )
-                self._thread.start()
-            loop = self._loop
+            loop = self._loop or self._begin()
         tasks: list[asyncio.Task[Any]] = []
 
         def start() -> None:
@@ -41,15 +34,28 @@ class CoroutineRunner:
 
         def cancel() -> None:
             try:
-                loop.call_soon_threadsafe(lambda: tasks[0].cancel())  # behind ``start``
+                loop.call_soon_threadsafe(lambda: tasks[0].cancel())  # in order, so ``start`` has made the task
             except RuntimeError:
-                pass  # the loop was closed
+                pass  # the loop is closed
 
         loop.call_soon_threadsafe(start)
         return cancel
 
+    def _begin(self) -> asyncio.AbstractEventLoop:
+        """Under the lock: start a loop. It is kept only if its thread starts; after a failure the next call retries."""
+        loop = asyncio.new_event_loop()
+        loop.call_soon(self._on_thread_start)
+        thread = threading.Thread(target=loop.run_forever, name=f"farcall-asyncio-{self._name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            loop.close()
+            raise
+        self._loop, self._thread = loop, thread
+        return loop
+
     def stop(self, timeout_s: float) -> None:
-        """End the loop, cancelling what still runs on it; wait at most ``timeout_s``."""
+        """Cancel the tasks that still run and end the loop; wait at most ``timeout_s``."""
         with self._lock:
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None

@@ -1,19 +1,19 @@
-"""Threads for user functions.
+"""The pool of threads that run user functions.
 
-Owns the worker threads and the queue before them. Knows nothing of frames or links: a task is a callable, and says
-how long it is expected to take. A *brief* one takes less than BRIEF_S.
+Owns the worker threads and their task queue. Knows nothing of frames or links: a task is something to run, with an
+expected run time. A *brief* task is expected to take less than BRIEF_S.
 
 Thread rules
 - ``submit`` may be called from any thread and never blocks.
-- What the I/O thread submits is handed to a worker just before that thread sleeps (``before_sleep``): a worker woken
-  earlier would only wait for the interpreter.
-- Brief tasks run in turn, on as few workers as there is parallel work: sixteen threads for sixteen small functions
-  only fight for the interpreter. So one worker is woken for a burst of them; while tasks wait, the I/O thread looks in
-  every TICK_S (``look_in``) and wakes one more where that helps (`parallelism.py`), or lets one stand down.
-- A worker that takes a task that is not brief first wakes another one for what is left.
-- The pool grows past ``size`` when it is needed to make progress: each worker that waits for a nested call is *parked*
-  and does not count, so calls may nest to any depth; and when tasks have waited STALLED_S although nobody finished
-  or computed anything (functions that block in ways we cannot see), one thread is added, up to MOST_EXTRA_THREADS.
+- A task that the I/O thread submits wakes a worker only just before that thread sleeps (``before_sleep``): a worker
+  woken earlier would only wait for the interpreter.
+- Brief tasks run in turn, on no more workers than really compute in parallel: sixteen threads for sixteen small
+  functions only fight for the interpreter. So a burst of them wakes one worker; while tasks wait, the I/O thread looks
+  in every TICK_S (``look_in``) and wakes one more if that helps (`parallelism.py`), or lets one stand down.
+- A worker that takes a task that is not brief first wakes another worker for the rest of the queue.
+- The pool grows past ``size`` when progress needs it: a worker that waits for a nested call is *parked* and does not
+  count, so calls may nest to any depth; and when tasks have waited STALLED_S while no task ended and no thread computed
+  (functions that block in ways farcall cannot see), one thread is added, up to MOST_EXTRA_THREADS.
 - Workers beyond ``size`` end after they were idle for IDLE_END_S.
 
 A worker is in one of these states:
@@ -23,6 +23,8 @@ A worker is in one of these states:
     hunting  takes tasks; brief ones run meanwhile another task -> running; no task, or too many hunters -> idle
     running  inside a user function                the function ends -> hunting; it waits for a call -> parked
     parked   waiting for a nested call             the call is done -> running
+
+Over 400 lines: states and rules are one argument about one lock.
 """
 
 from __future__ import annotations
@@ -43,9 +45,9 @@ logger: logging.Logger = logging.getLogger("farcall")
 TICK_S = 0.002
 STALLED_S = 0.05
 BRIEF_S = 0.002
-"""Tasks that are expected to take less run in turn."""
+"""Tasks that are expected to take less are brief, and run in turn."""
 UNKNOWN_S = NEVER
-"""The expectation of tasks that nobody has timed."""
+"""The expected time of tasks that were never timed."""
 IDLE_END_S = 10.0
 MOST_EXTRA_THREADS = 1000
 
@@ -61,11 +63,11 @@ class Task(Protocol):
         """Run it. ``more``: other tasks wait behind this one, so its answer need not be flushed at once."""
 
     def drop(self) -> None:
-        """The executor stopped before it could run: tell whoever waits for it. On any thread."""
+        """The executor stopped before the task ran: release whatever waits for it. On any thread."""
 
 
 class FunctionTask:
-    """A task that runs one function of no known length; ``on_drop`` is called if the executor stops first."""
+    """A task that runs one function of unknown run time; ``on_drop`` is called if the executor stops first."""
 
     __slots__ = ("_function", "_on_drop")
 
@@ -84,6 +86,8 @@ class FunctionTask:
 
 
 class _Worker:
+    """One worker thread and its state; it sleeps on ``lock``. The executor's lock guards ``hunting`` and ``parked``."""
+
     __slots__ = ("busy", "executor", "hunting", "lock", "parked", "thread")
 
     def __init__(self, executor: Executor) -> None:
@@ -97,7 +101,7 @@ class _Worker:
 
 
 class Executor:
-    """A pool of daemon threads that grows when every thread waits."""
+    """A pool of daemon threads that grows when all of them wait."""
 
     def __init__(
         self,
@@ -109,6 +113,8 @@ class Executor:
         on_thread_start: Callable[[], None] = lambda: None,
         processors: int = 0,
     ) -> None:
+        # Mutable, under the lock: the sets of workers and their counts. Without it: ``tasks``, whose operations are
+        # atomic; ``_finished``, where a lost update does no harm; the ``_seen`` fields, the I/O thread's own.
         self._name = name
         self._size = size
         self._timer = timer(self.look_in)
@@ -116,7 +122,7 @@ class Executor:
         self._before_idle = before_idle
         self._on_thread_start = on_thread_start
         self.tasks: deque[Task] = deque()
-        """Those that no worker has taken yet; others only look whether there are any."""
+        """Tasks that no worker has taken yet; other classes only look whether it is empty."""
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
@@ -127,6 +133,7 @@ class Executor:
         self._started = False
         self._stopping = False
         self._interrupted = False
+        self._starved = False  # did the last start of a thread fail?
         self._seen_finished = -1
         self._seen_at = 0.0
         self._seen_used_s = 0.0
@@ -139,21 +146,21 @@ class Executor:
 
     @property
     def busy(self) -> int:
-        """Workers that have a task, the parked ones included, or are about to look for one.
+        """How many workers have a task, parked ones included, or are about to look for one.
 
-        Asked after ``waiting``, it misses no task: a worker counts before it takes one.
+        Read ``waiting`` first, then this: no task escapes both, because a worker is busy before it takes a task.
         """
         with self._lock:
             return sum(worker.busy for worker in self._workers)
 
     @property
     def at_peace(self) -> bool:
-        """Were brief tasks in each other's way lately, so that one thread runs them best?"""
+        """Did brief tasks slow each other down lately, so that one thread runs them best?"""
         return monotonic() < self._parallelism.peace_until
 
     @property
     def size(self) -> int:
-        """How many threads are kept for functions that do not wait for calls."""
+        """How many threads the pool keeps for functions that do not wait for nested calls."""
         return self._size
 
     @property
@@ -167,7 +174,7 @@ class Executor:
         return len(self._workers)
 
     def start(self) -> None:
-        """Begin to run tasks; those submitted before are kept until now."""
+        """Begin to run tasks, including those submitted before."""
         with self._lock:
             self._started = True
         if self.tasks:
@@ -177,14 +184,14 @@ class Executor:
         """Queue ``task``."""
         self.tasks.append(task)
         if self._on_io_thread():
-            return  # before_sleep sees to it
+            return  # before_sleep wakes workers
         if self._hunters < self._parallelism.most:
             self._rouse()
-        elif self._timer.due == NEVER:  # else it is set already, and looks in as long as tasks wait
+        elif self._timer.due == NEVER:  # else it is set, and keeps looking in as long as tasks wait
             self._timer.at(monotonic() + TICK_S)
 
     def before_sleep(self) -> bool:
-        """On the I/O thread, about to sleep: see to what was submitted. True: workers have work."""
+        """On the I/O thread, about to sleep: wake workers for the tasks that wait. True: workers have work."""
         if self.tasks:
             if self._timer.due == NEVER:
                 self._timer.at(monotonic() + TICK_S)
@@ -194,7 +201,7 @@ class Executor:
         return self._hunters > 0
 
     def _rouse(self) -> None:
-        """Wake an idle worker, or start one if the pool may grow."""
+        """Wake an idle worker, or start one if the pool may grow; else leave the tasks to `look_in`."""
         with self._lock:
             if self._stopping or not self._started:
                 stopped = self._stopping
@@ -214,7 +221,7 @@ class Executor:
             self._drop_tasks()
 
     def _drop_tasks(self) -> None:
-        """After the end nobody runs what is queued, but whoever waits for it must not wait for good."""
+        """Drop the queued tasks, after the end: no worker will run them, and their waiters must not wait for ever."""
         while True:
             try:
                 task = self.tasks.popleft()
@@ -226,13 +233,24 @@ class Executor:
                 logger.exception("a task could not be dropped; please report this")
 
     def _spawn(self) -> None:
+        """Under the lock: start a worker. If the system has no thread left, tasks wait for a worker to become free."""
         worker = _Worker(self)
         worker.thread = threading.Thread(
             target=self._work, args=(worker,), name=f"farcall-worker-{self._name}", daemon=True
         )
+        # Counted before it runs: Ctrl-C may come while `start` waits for the thread's first sign of life.
         self._workers.add(worker)
         self._hunters += 1
-        worker.thread.start()
+        try:
+            worker.thread.start()
+        except RuntimeError as error:
+            self._discard(worker)
+            if not self._starved:
+                logger.warning("%s: calls wait for a thread: %s", self._name, error)
+            self._starved = True
+            self._timer.at(monotonic() + TICK_S)
+        else:
+            self._starved = False
 
     def look_in(self, now: float) -> float:
         """On the I/O thread: rouse workers for tasks that wait too long."""
@@ -253,8 +271,8 @@ class Executor:
             self._seen_at = now
             self._seen_used_s = process_time()
         elif now - self._seen_at >= STALLED_S:
-            # Nothing has ended for a while. If nothing is computed either, every thread may be blocked in a way that we
-            # cannot see.
+            # No task has ended for a while. If no thread computes either, all may be blocked in a way we cannot see, on
+            # each other's results even: add a thread.
             used_s = process_time() - self._seen_used_s
             computing = used_s > 0.5 * (now - self._seen_at)
             self._seen_at = now
@@ -270,7 +288,7 @@ class Executor:
         self._on_thread_start()
         tasks = self.tasks
         while True:
-            worker.busy = True  # before it takes a task: a shutdown that finds none in the queue must find it here
+            worker.busy = True  # before it takes a task: see ``busy``
             try:
                 task = tasks.popleft()
             except IndexError:
@@ -278,7 +296,7 @@ class Executor:
                     return
                 continue
             if task.expected_s >= BRIEF_S:
-                self._before_idle()  # answers that were held back must not wait for a task that may take long
+                self._before_idle()  # flush held-back answers first: this task may take long
                 with self._lock:
                     worker.hunting = False
                     self._hunters -= 1
@@ -289,11 +307,11 @@ class Executor:
                 task.run(bool(tasks))
             except BaseException as error:
                 if self._interrupted and isinstance(error, SystemExit):
-                    with self._lock:  # it came a moment after the user's function, and the process ends anyway
+                    with self._lock:  # `interrupt` hit just after the user's function, and the process ends anyway
                         self._discard(worker)
                     return
                 logger.exception("a task failed outside the user's function; please report this")
-            del task  # or its arguments would live until the next task
+            del task  # else its arguments would live until the next task
             self._finished += 1
             if not worker.hunting:
                 with self._lock:
@@ -303,7 +321,7 @@ class Executor:
                 return
 
     def _rest(self, worker: _Worker, while_others_hunt: bool = False) -> bool:
-        """Sleep until there is work, or, where others hunt for it, until one more is wanted. False: it is to end."""
+        """Sleep until woken, unless tasks wait and no other worker hunts for them. False: the worker is to end."""
         worker.busy = False
         self._before_idle()
         with self._lock:
@@ -322,7 +340,7 @@ class Executor:
                     self._idle.remove(worker)
                     self._workers.discard(worker)
                     return False
-                # Somebody took us off the list and is about to release the lock.
+                # Another thread took this worker off the list, and is about to release its lock.
         return True
 
     def _discard(self, worker: _Worker) -> None:
@@ -332,11 +350,11 @@ class Executor:
             self._hunters -= 1
 
     def current_worker(self) -> _Worker | None:
-        """The worker that the calling thread is, if it is one of ours."""
+        """The worker of the calling thread; None on a thread of another owner."""
         return getattr(self._local, "worker", None)
 
     def park(self, worker: _Worker) -> None:
-        """``worker`` begins to wait for a nested call: somebody else must be able to take what is queued."""
+        """``worker`` begins to wait for a nested call: make sure that another one takes the queued tasks."""
         with self._lock:
             worker.parked = True
             self._parked += 1
@@ -354,14 +372,15 @@ class Executor:
             self._parked -= 1
 
     def interrupt(self) -> None:
-        """Raise SystemExit in the functions that run, at their next step in Python.
+        """Raise SystemExit in the running functions, at their next Python instruction.
 
-        For the end of the process: a thread that comes back from torch after the interpreter has ended is unwound
-        through C++ code that does not allow it, and takes the process down with SIGABRT (before Python 3.14).
+        For the end of the process: before Python 3.14, a thread that returns from torch after the interpreter has ended
+        is unwound through C++ code that forbids unwinding, and so takes the process down with SIGABRT.
         """
         self._interrupted = True
-        # Under the lock, since none is started then. Until a new thread runs, Python has it under the number of the one
-        # that starts it: it would be hit instead, end before it has said that it runs, and be waited for for good.
+        # Under the lock, which excludes `_spawn`. Until a new thread runs, Python lists it under its starter's ident:
+        # the exception would hit the new thread, which would end before it reports its start, and the starter would
+        # wait for that report for ever.
         with self._lock:
             for worker in self._workers:
                 thread = worker.thread
@@ -370,7 +389,7 @@ class Executor:
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(SystemExit))
 
     def stop(self, timeout_s: float) -> list[str]:
-        """End idle workers and wait for the others; the names of those still inside user functions are returned."""
+        """End idle workers and wait for the others; returns the names of threads still inside user functions."""
         with self._lock:
             self._stopping = True
             idle, self._idle = self._idle, []
@@ -387,7 +406,7 @@ class Executor:
             if thread is None or thread is threading.current_thread():
                 continue
             thread.join(max(0.0, deadline - monotonic()))
-            # A thread without a task is only slow to end, on a busy machine.
+            # A live thread without a task is not stuck, only slow to end on a busy machine.
             if thread.is_alive() and worker.busy and worker not in idle:
                 stuck.append(thread.name)
         return stuck

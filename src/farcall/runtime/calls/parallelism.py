@@ -1,13 +1,14 @@
 """How many workers take brief tasks at a time: as many as do not fight for the interpreter, or for processors.
 
-Owns the number and what led to it. No clock and no thread: the executor says what it sees while tasks wait.
+Owns that number and the measurements behind it. No clock and no thread: the executor reports what it sees while tasks
+wait. After workers got in each other's way there is *peace*: no worker is added for a while.
 
     tasks wait, and                                          then
-    nothing has ended since the last look                    one more: tasks may wait for each other
-    nobody works, or all of them sleep                       one more
-    all compute, and processors are left for one more        one more, unless that went wrong lately
-    they use less than PARALLEL_SHARE of a processor each,   fewer; for a while, growing to LONGEST_PEACE_S, nothing
-    or more processors than there are                        is tried
+    no task has ended since the last look                    one more: tasks may wait for each other
+    no worker is active, or all of them sleep                one more
+    all compute, and processors are left for one more        one more, unless there is peace
+    they use less than PARALLEL_SHARE of a processor each,   fewer, and peace: each longer than the last, up to
+    or more processors than there are                        LONGEST_PEACE_S
     one computes, and uses all processors by itself          peace as well
 """
 
@@ -17,26 +18,26 @@ import os
 
 PARALLEL_SHARE = 0.75
 IDLE_SHARE = 0.5
-"""Workers that use less than this share of one processor, all together, sleep."""
+"""Workers that together use less than this share of one processor count as asleep."""
 FIRST_PEACE_S = 0.1
 LONGEST_PEACE_S = 3.0
 
 
 class Parallelism:
-    """The number of workers that may take brief tasks."""
+    """The number of workers that may take brief tasks, ``most``. The I/O thread alone changes it, at each look."""
 
     def __init__(self, processors: int = 0) -> None:
         """``processors``: by default those that this process may use."""
         self.most: int = 1
         self.peace_until: float = 0.0
-        """Until then one thread runs brief tasks best."""
+        """Until then no worker is added, and one thread runs brief tasks best."""
         self._processors = processors or _usable_processors()
         self._peace_s = FIRST_PEACE_S
         self._looked_at = 0.0
         self._used_s = 0.0
 
     def begin(self, now: float, used_s: float) -> None:
-        """The first look at tasks that wait; this process has used ``used_s`` of processor time so far."""
+        """The first look at waiting tasks; this process has used ``used_s`` of CPU time so far."""
         self._looked_at, self._used_s = now, used_s
 
     def wants_one_more(self, now: float, used_s: float, active: int, has_progress: bool) -> bool:
@@ -50,7 +51,7 @@ class Parallelism:
         if active == 0 or processors < IDLE_SHARE:
             self.most = active + 1
             return True
-        # As many as could compute if each used as many processors as now. An operator may use all of them by itself.
+        # How many workers the processors could serve if each used as many as now. One operator may use all processors.
         room = int(self._processors * active / max(processors, PARALLEL_SHARE))
         if active > 1 and (processors < PARALLEL_SHARE * active or room < active):
             self.most = max(1, min(int(processors / PARALLEL_SHARE), room))

@@ -1,16 +1,16 @@
-"""Calls that wait for their answer: the pending table and its deadlines.
+"""The caller's side of a call: the table of calls that wait for an answer, and their deadlines.
 
 Knows nothing of functions, arguments or results: `rpc/call.py` makes the requests and reads the answers.
 
 Thread rules
-- A pending call is claimed by whoever pops it from the table: the reader of its answer, the I/O thread at its
-  deadline, the caller that gives up, or the end of its link. Popping is atomic, so exactly one of them completes it; a
-  late answer finds nothing and is dropped.
-- Calls share one timer, set to the nearest deadline: calls with the same timeout do not touch it.
-- A thread that calls a peer which has said that its queue is full waits for room before it sends (`admission.py`),
-  unless calls are to be refused instead. The call is not in the table yet, but it counts as under way.
-- A thread about to wait first stops being a reader (`stop_reading`) and, if it runs a user function, stops counting as
-  a busy worker (`Executor.park`); then it reads the link itself if nobody else does.
+- A thread claims a pending call by popping it from the table: the reader of its answer, the I/O thread at its deadline,
+  the caller that gives up, or the thread that sees its link end. Popping is atomic, so exactly one thread completes the
+  call; a late answer finds no call and is dropped.
+- All calls share one timer, set to the nearest deadline: a row of calls with the same timeout does not touch it.
+- A peer may have reported that its queue is full. A thread that calls it then waits for room before it sends
+  (`admission.py`), unless calls are to be refused instead. The call is not in the table yet, but counts as under way.
+- A thread about to wait first gives up the reader role (`stop_reading`) and, if it runs a user function, stops counting
+  as a busy worker (`Executor.park`); then it reads the link itself if no other thread does.
 
 Over 400 lines: a call at its caller, from its request to its end, passes through this one file.
 """
@@ -27,11 +27,10 @@ from typing import Any
 
 from farcall.errors import Cancelled, Delivery, NetworkError, RpcError, RpcTimeout
 from farcall.protocol.frames import Frame
-from farcall.protocol.notes import REFUSABLE
+from farcall.protocol.notes import REFUSABLE, Inherited, write_notes
 from farcall.protocol.references.messages import Fork
 from farcall.runtime.calls.executor import Executor
-from farcall.runtime.calls.notes import write_notes
-from farcall.runtime.calls.scope import CURRENT, Inherited, Served, inherit
+from farcall.runtime.calls.scope import CURRENT, Served, inherit
 from farcall.runtime.io.reader import in_event_loop, stop_reading
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER, Callback, Timer
@@ -43,18 +42,18 @@ from farcall.runtime.peers.peer import Peer
 from farcall.serialize import tie, withdraw
 
 EXPLAIN_S = 0.5
-"""An error is never held up for longer than this to say more."""
+"""The longest delay of an error for the sake of its explanation."""
 
 
 class PendingCall:
-    """One request whose answer has not come yet; subclasses say what its outcome does.
+    """One call whose answer has not arrived yet; subclasses deliver its outcome.
 
-    ``arrived`` is set, by the thread that claimed the call, before its outcome is handed out.
+    The thread that claimed the call sets ``arrived`` before it hands out the outcome.
     """
 
     arrived: bool
     cancellable = True
-    """Need the function not begin once nobody waits for this call any more?"""
+    """May the callee drop or cancel it once the caller no longer waits?"""
     peer: Peer
     what: Callable[..., Any]
     started_at: float
@@ -63,29 +62,29 @@ class PendingCall:
     call_id: int
     profile: CallProfile | None = None
     counters: Counters
-    """Where its end is counted; set when it is sent."""
+    """The counters of its outcome; set when it is sent."""
     thread_id: int = 0
-    """The thread that waits for it, as far as that is known."""
+    """The thread that waits for it; 0 if unknown."""
     parent: Served | None = None
-    """The request whose function made it, if it is cancelled with that."""
+    """The request whose function made it; None if it is not cancelled with one."""
     unwanted: bool = False
-    """Was it cancelled, or did its time end? Its callee is told; once more if its request was still being sent."""
+    """Was it cancelled, or is it overdue? The callee is told so; again if the request was still being sent."""
 
     def progress(self) -> str:
-        """How far it is, in words behind its name; empty where there is nothing to tell."""
+        """Its progress in words, shown behind its name; empty if there is nothing to report."""
         return ""
 
     def on_answer(self, frame: Frame) -> None:
-        """The answer came."""
+        """The answer arrived."""
         raise NotImplementedError
 
     def on_failure(self, error: RpcError) -> None:
-        """No answer will come."""
+        """No answer will arrive."""
         raise NotImplementedError
 
 
 class SyncCall(PendingCall):
-    """A call whose caller sleeps on a lock until it is done."""
+    """A call whose caller sleeps on ``lock`` until the call ends: the claiming thread releases it, once."""
 
     __slots__ = (
         "answer",
@@ -129,7 +128,7 @@ class SyncCall(PendingCall):
 
 
 class Waiting:
-    """The calling thread waits."""
+    """A context around a wait: the calling thread is neither a reader nor a busy worker inside it."""
 
     __slots__ = ("_executor", "_worker")
 
@@ -149,7 +148,7 @@ class Waiting:
 
 
 class CallTable:
-    """The calls of one node that wait for an answer."""
+    """The calls of one node that wait for an answer, by id."""
 
     def __init__(
         self,
@@ -161,10 +160,11 @@ class CallTable:
         default_timeout_s: float | None = None,
         log: event_log.EventLog | None = None,
     ) -> None:
-        """``on_given_up``, from any thread: a call has ended without an answer, perhaps the last one under way.
+        """``on_given_up`` is called, on any thread, when a call has ended without an answer: perhaps the last one.
 
-        ``default_timeout_s``: a timeout that nobody chose. None: calls inherit nothing.
+        ``default_timeout_s``: the timeout of calls that name none. None: calls inherit nothing from their scope.
         """
+        # Mutable, from any thread: ``_pending`` and ``_held``, in single atomic operations; ``last_id``; ``_ended``.
         self._inherits = default_timeout_s is not None
         self._default_s = default_timeout_s or 0.0
         self._deadlines = timer(self.fail_overdue)
@@ -172,38 +172,39 @@ class CallTable:
         self._executor = executor
         self._flags = REFUSABLE if when_overloaded == "fail" else 0
         self._ended: RpcError | None = None
-        self._held: dict[int, PendingCall] = {}  # those that wait before they are sent, by id()
+        self._held: dict[int, PendingCall] = {}  # unsent calls that wait for room at their callee, by id()
         self._pending: dict[int, PendingCall] = {}
         self._next_id = itertools.count(1).__next__
         self.last_id: int = 0
         self._log = event_log.EventLog() if log is None else log
         self.questions: Questions | None = None
-        """Explains timeouts; given once, while the node starts."""
+        """Asks callees to explain timeouts; set once, while the node starts."""
 
     def __len__(self) -> int:
         return len(self._pending) + len(self._held)
 
     def register(self, call: PendingCall, function: bytes = b"") -> int:
-        """Give ``call`` its id and put it into the table."""
+        """Give ``call`` its id and counters and put it into the table."""
         try:
             call.counters = call.peer.called[function]
         except KeyError:
             call.counters = counters_of(call.peer.called, function)
         call.call_id = call_id = self._next_id()
         self._pending[call_id] = call
-        self.last_id = call_id  # after the line above: whoever sees the old number may believe the table
+        # After the line above. A shutdown that finds the table empty and ``last_id`` unchanged has missed no call.
+        self.last_id = call_id
         return call_id
 
     def claim(self, call_id: int) -> PendingCall | None:
-        """Take a call out of the table; whoever gets it completes it."""
+        """Take a call out of the table: the calling thread must complete it. None: another thread does, or did."""
         return self._pending.pop(call_id, None)
 
     def find(self, call_id: int) -> PendingCall | None:
-        """The call of that number, if it still waits for its answer."""
+        """The call ``call_id``, if it still waits for its answer."""
         return self._pending.get(call_id)
 
     def fail_overdue(self, now: float) -> float:
-        """On the I/O thread: fail the calls whose time is up; returns when the next is due."""
+        """On the I/O thread: fail the calls whose deadline has passed; returns the next deadline."""
         nearest = NEVER
         overdue = []
         for call in list(self._pending.values()):
@@ -226,24 +227,24 @@ class CallTable:
         return nearest
 
     def cancel(self, call: PendingCall) -> bool:
-        """End ``call``, here and at its callee; False: it has ended, or must not."""
+        """End ``call``, here and at its callee; False: it has ended already, or may not be cancelled."""
         if not call.cancellable or self.claim(call.call_id) is None:
             return False
         call.unwanted = True
         call.on_failure(Cancelled(f"{name_of(call.what)}() on {call.peer.info.name} was cancelled"))
-        call.peer.cancel(call.call_id)  # last: nobody else ends a claimed call, whatever becomes of this message
+        call.peer.cancel(call.call_id)  # after on_failure: no other thread ends a claimed call if this raises
         self._on_given_up()
         return True
 
     def waiting(self) -> Waiting:
-        """Around every wait for a call: the thread stops being a reader or a busy worker meanwhile."""
+        """A context for every wait for a call: see `Waiting`."""
         return Waiting(self._executor)
 
     def exchange(self, call: SyncCall, frame: Frame, refusable: bool = True) -> Frame:
-        """Send ``frame``, the request of ``call``, and wait for its answer; raises where none comes in time.
+        """Send ``frame``, the request of ``call``, and wait for its answer; raises if none arrives in time.
 
-        ``refusable``: the callee may refuse it if that was chosen for this node's calls. What was noted while the
-        arguments were written, forks of references above all, is sent or withdrawn.
+        ``refusable``: an overloaded callee may refuse it, if the node's options say so. The side effects of encoding
+        the arguments, above all forks of references, are sent with the frame or withdrawn.
         """
         peer = call.peer
         profile = call.profile
@@ -276,10 +277,11 @@ class CallTable:
                 tie(frame)
             peer.send(frame, call.deadline, False, call)
             if call.unwanted:
-                peer.cancel(call.call_id)  # the first word of that may have passed a large request, and found nothing
+                # Again: control messages overtake large requests, so the first cancellation may have found no request.
+                peer.cancel(call.call_id)
             if not call.arrived:
                 if call.parent is not None and call.parent.cancelled:
-                    self.cancel(call)  # a moment ago, before the call was in the table
+                    self.cancel(call)  # the parent was cancelled before this call was in the table
                 if peer.broken:
                     self._fail_lost(call)
                 remaining = call.deadline - monotonic()
@@ -287,10 +289,10 @@ class CallTable:
                 if not call.lock.acquire(True, bound):
                     if self.claim(call.call_id) is not None:
                         raise self._explained(call)
-                    call.lock.acquire()  # claimed a moment ago by another thread, which is about to release it
+                    call.lock.acquire()  # another thread has just claimed the call, and is about to release the lock
         except BaseException:
-            # Not sent, too late, or interrupted: nobody waits for the answer any more. First of all, and without a
-            # Python function: another Ctrl-C may come.
+            # Not sent, overdue, or interrupted: stop waiting for the answer. Pop first, and without a Python function,
+            # since a second Ctrl-C may arrive inside one.
             self._pending.pop(call.call_id, None)
             self._on_given_up()
             if call.call_id:
@@ -301,21 +303,21 @@ class CallTable:
             if parked and worker is not None:
                 self._executor.unpark(worker)
             if profile is not None:
-                profile.ended()  # if no answer has done so
+                profile.ended()  # does nothing if an answer has ended it
         if call.error is not None:
             failure, call.error = call.error, None
             try:
                 raise failure
             finally:
-                del failure  # or the traceback would hold this frame, the frame the error, and both the arguments
+                del failure  # break the cycle of traceback, stack frame and error, which would keep the arguments alive
         assert call.answer is not None
         return call.answer
 
     def send(self, call: PendingCall, frame: Frame, created: Fork | None = None, origin: str = "") -> None:
-        """Send ``frame``, the request of ``call``, whose outcome somebody else waits for.
+        """Send ``frame``, the request of ``call``, without waiting for the outcome.
 
-        A failure leaves nothing behind. ``created``: the callee keeps the result as the value of that fork's
-        reference, which the program creates at ``origin``.
+        If this raises, the call is not in the table. ``created``: the callee keeps the result as the value of that
+        fork's reference, which the program creates at ``origin``.
         """
         profile = call.profile
         call_id = 0
@@ -343,25 +345,25 @@ class CallTable:
                 tie(frame)
             call.peer.send(frame, call.deadline)
             if call.unwanted:
-                call.peer.cancel(call_id)  # the first word of that may have passed a large request, and found nothing
+                call.peer.cancel(call_id)  # again, as in `exchange`: the first one may have overtaken the request
             if call.parent is not None and call.parent.cancelled:
-                self.cancel(call)  # a moment ago, before the call was in the table
+                self.cancel(call)  # the parent was cancelled before this call was in the table
             if call.peer.broken:
                 self._fail_lost(call)
             if call.deadline < self._deadlines.due:
-                self._deadlines.at(call.deadline)  # not needed where the caller itself waits
+                self._deadlines.at(call.deadline)  # `exchange` needs no timer: its caller watches the clock
         except BaseException as error:
             claimed = self._pending.pop(call_id, None)
             withdraw(frame)
             self._on_given_up()
             if call_id and claimed is None and isinstance(error, NetworkError | RpcTimeout):
-                return  # its deadline, or the end of the link, claimed it a moment ago and fails it: once is enough
+                return  # another thread claimed the call, at its deadline or its link's end, and reports the failure
             raise
 
     def _wait_for_room(self, call: PendingCall) -> None:
-        """The callee has said that too many calls wait there: wait with this one until it has room again."""
+        """The callee has reported a full queue: wait until it reports room. Raises at the call's deadline."""
         if self._flags or in_event_loop():
-            return  # it is to be refused instead; or waiting here would hold up all that runs on that loop
+            return  # the callee is to refuse the call instead; or a wait here would block a whole event loop
         full = call.peer.full
         try:
             self._held[id(call)] = call
@@ -385,13 +387,13 @@ class CallTable:
             self._on_given_up()
 
     def _fail_lost(self, call: PendingCall) -> None:
-        """The link is broken. If the table was swept before ``call`` was in it, nobody else would end the call."""
+        """Fail ``call``: its link is broken, perhaps since before `fail_all` could find the call in the table."""
         if self.claim(call.call_id) is not None:
             call.counters[LOST] += 1
             call.on_failure(call.peer.lost(Delivery.UNKNOWN))
 
     def timed_out(self, call: PendingCall) -> RpcTimeout:
-        """The error for a call whose deadline has passed."""
+        """Count and log a call whose deadline has passed; returns its error."""
         call.counters[TIMED_OUT] += 1
         self._log.note(event_log.TIMED_OUT, call.peer.info.name, name_of(call.what), f"after {call.timeout_s:g} s")
         return RpcTimeout(
@@ -400,7 +402,7 @@ class CallTable:
         )
 
     def _explained(self, call: SyncCall) -> RpcTimeout:
-        """The same, with what the callee does; the calling thread, which is not the I/O thread, waits for that."""
+        """`timed_out`, with what the callee does now: the calling thread, not the I/O thread, waits for that report."""
         error = self.timed_out(call)
         if self.questions is not None:
             told = Gate()
@@ -416,12 +418,12 @@ class CallTable:
         return error
 
     def end(self, why: RpcError) -> None:
-        """The node ends: fail every call; who waits for room fails when it is told of some."""
+        """The node ends: fail every call. A caller that waits for room fails when its wait ends."""
         self._ended = why
         self.fail_all(lambda call: why)
 
     def fail_all(self, error: Callable[[PendingCall], RpcError], peer: Peer | None = None) -> int:
-        """Fail every call to ``peer`` (or to anybody); how many there were."""
+        """Fail every call to ``peer`` (None: to any peer); returns how many."""
         failed = 0
         for call in list(self._pending.values()):
             if (peer is None or call.peer is peer) and self.claim(call.call_id) is not None:
@@ -431,15 +433,15 @@ class CallTable:
         return failed
 
     def snapshot(self) -> list[PendingCall]:
-        """The calls waiting now, oldest first."""
+        """The calls that wait for an answer now, oldest first."""
         return list(self._pending.values())
 
 
 def name_of(what: Callable[..., Any]) -> str:
-    """What a function is called in messages to users."""
+    """The name of a function in messages to users."""
     found = getattr(what, "__qualname__", None)
     name = found if isinstance(found, str) and found else type(what).__name__
-    return name.replace("_VariableFunctionsClass.", "torch.")  # the class that ``torch.add`` and others are found in
+    return name.replace("_VariableFunctionsClass.", "torch.")  # torch's private home of ``torch.add`` and others
 
 
 def _add(error: RpcTimeout, text: str) -> None:

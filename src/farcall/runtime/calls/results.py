@@ -1,10 +1,11 @@
-"""What a function may return, or raise, in the place of its answer; and the request that is taken up again then.
+"""What a function may return or raise in place of its answer, and the task that resumes a request.
 
 plain value                            the answer
 future, from an async_execution func   the answer is its value
 coroutine, from an async def           the answer is its result
-`Later`, from farcall's own functions  asked again, on a worker, when it says so
-`StoredFailure`, raised                a failure that was written before
+`Later`, from farcall's own functions  a worker asks it for the answer when it is ready
+`Entrusted`, from batched functions    the object that takes the request answers it
+`StoredFailure`, raised                a failure that was encoded before
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ if TYPE_CHECKING:
 
 ASYNC_MARK = "_wrapped_async_rpc_function"
 """The attribute by which `async_execution` marks a function."""
-COMPLETING = "completing_thread"
-"""The attribute of a future that one thread completes together with others: its number. That thread flushes then."""
 
 
 class Later:
-    """The result of a function that cannot answer yet: ``finish()`` can, once ``subscribe``'s argument was called."""
+    """The result of a function that cannot answer yet.
+
+    ``subscribe(ready)`` has ``ready()`` called when the time has come; from then on ``finish()`` gives the result.
+    """
 
     __slots__ = ("finish", "subscribe")
 
@@ -39,8 +41,17 @@ class Later:
         self.finish: Callable[[], Any] = finish
 
 
+class Entrusted:
+    """The result of a function that does not answer itself: ``take(request)`` answers the request, now or later."""
+
+    __slots__ = ("take",)
+
+    def __init__(self, take: Callable[[Request], None]) -> None:
+        self.take: Callable[[Request], None] = take
+
+
 class MarkedResult:
-    """What a function marked by `async_execution` returned, passed on by a function that is not."""
+    """The result of a function marked by `async_execution`, passed on by a function without the mark."""
 
     __slots__ = ("value",)
 
@@ -49,15 +60,15 @@ class MarkedResult:
 
 
 class StoredFailure(Exception):
-    """Raised to answer with a failure that was encoded before."""
+    """Raised to answer with a failure that was encoded before; ``frame`` holds it."""
 
     def __init__(self, frame: Frame) -> None:
         super().__init__()
         self.frame = frame
 
 
-LATER = frozenset((CoroutineType, Later, MarkedResult))
-"""The classes of results that are no answers yet."""
+LATER = frozenset((CoroutineType, Entrusted, Later, MarkedResult))
+"""The classes of results that are not answers yet."""
 
 
 def answers_later(func: Callable[..., Any], result: Any) -> bool:
@@ -66,12 +77,12 @@ def answers_later(func: Callable[..., Any], result: Any) -> bool:
 
 
 def is_async_execution(func: Callable[..., Any]) -> bool:
-    """Did `async_execution` mark ``func``, or what it is a partial of?"""
+    """Did `async_execution` mark ``func``, or the function that it is a partial of?"""
     return hasattr(func, ASYNC_MARK) or (type(func) is partial and is_async_execution(func.func))
 
 
 class Resumption:
-    """A request that can be answered now; a task of the executor."""
+    """The second half of a deferred request, which can be answered now; a task of the executor."""
 
     __slots__ = ("_finish", "_request")
 
@@ -86,20 +97,25 @@ class Resumption:
         recording = request.frame.recording
         outside = None if recording is None else recording.enter()
         outer = CURRENT.set(request)
+        later = False
+        entrusted: Entrusted | None = None
         try:
             profile = request.profile
             outcome = [self._finish() if profile is None else profile.run(self._finish)]
             if answers_later(self._finish, outcome[0]):
-                request._answer_later(self._finish, outcome[0])
-                return
+                later = True
+                entrusted = request._answer_later(self._finish, outcome[0])
         except BaseException as error:
-            request._fail(error)
+            request.fail(error)
             return
         finally:
             if recording is not None:
                 RECORDING.set(outside)
             CURRENT.reset(outer)
-        request.answer(outcome, more and request.expected_s < QUICK_S)
+        if entrusted is not None:
+            request.entrust(entrusted)
+        if not later:
+            request.answer(outcome, more and request.expected_s < QUICK_S)
 
     def drop(self) -> None:
         self._request.drop()

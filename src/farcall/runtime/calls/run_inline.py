@@ -1,21 +1,21 @@
 """How long functions take, and which of them the I/O thread runs itself.
 
-A hop to a worker thread costs more than most functions that take microseconds, and is felt with one that takes a
-millisecond. So the thread that reads a request runs its function as well, wherever nobody else is kept waiting;
-`runtime/io/reader.py` has another thread read on if it takes long after all.
+A hop to a worker thread costs more than a function that takes microseconds, and is noticeable beside one that takes a
+millisecond. So the thread that reads a request also runs its function, wherever that delays no other request;
+`runtime/io/reader.py` has another thread read on if the function takes long after all.
 
     a function    is expected to take   runs
-    quick         less than QUICK_S     on the I/O thread, one after the other, and answers travel together
-    brief         less than BRIEF_S     on the I/O thread where it is alone, or where such functions were seen to be in
-                                        each other's way (`executor.py`); else on workers
+    quick         less than QUICK_S     on the I/O thread, one after the other; answers are sent together
+    brief         less than BRIEF_S     on the I/O thread if it is alone, or if such functions were seen to slow each
+                                        other down on workers (`executor.py`); else on workers
     long, or new  more                  on workers, side by side
     banned        any time              on workers, until it has been brief there a few times
 
-What is expected is half what was expected before and half what the last run took: a function whose length varies, or
-whose thread was off its core once, changes its place for a few runs and no more. Banned is who was late on the I/O
-thread, or waited for a call there; bans grow with their number, and are forgotten after FORGOTTEN_S.
+The expected time is the mean of the previous expectation and the last run: a function whose time varies, or whose
+thread lost its core once, moves for a few runs only. A function that was late on the I/O thread, or waited for a call
+there, is banned from it; each further ban lasts longer, and bans are forgotten after FORGOTTEN_S.
 
-From any thread, without a lock: each entry is written as a whole, and a lost update costs one hop.
+Used from any thread, without a lock: each entry is written as a whole, and a lost update costs one hop.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from farcall.runtime.calls.executor import BRIEF_S
 
 QUICK_S = 150e-6
 _STILL_QUICK_S = 2 * QUICK_S
-"""One that was quick stays so up to here: a cold cache must not move it to a thread where caches are colder."""
+"""A quick function stays quick up to here: a cold cache must not move it to a thread whose caches are colder."""
 MOST_COUNTED_S = 2 * BRIEF_S
-"""A run counts as no longer than this, so that one long run is soon forgotten."""
+"""Longer runs count as this long, so that one long run is soon forgotten."""
 PARDON_RUNS = 4
 MOST_PARDON_RUNS = 4096
 """How often, times 4 for each ban, a function must be brief on a worker before it may run on the I/O thread again."""
 MOST_FUNCTIONS = 4096
-"""So many names are remembered."""
+"""How many function names are remembered."""
 FORGOTTEN_S = 10.0
-"""A ban that is older than this counts for nothing: the machine was slow, or that was long ago."""
+"""An older ban does not lengthen the next one: the cause, a slow machine perhaps, is past."""
 
 
 class InlineFunctions:
-    """How long the functions of one node have taken, by the name that requests give them."""
+    """The timed functions of one node, by the names that requests give them. All fields change with every run."""
 
     def __init__(self) -> None:
         self.quick: set[bytes] = set()
-        """The functions that may run on the I/O thread."""
+        """Functions that may run on the I/O thread."""
         self.brief: set[bytes] = set()
-        """Those that may where they keep nobody waiting."""
+        """Functions that may run there while they delay no other request."""
         self.sleepers: set[bytes] = set()
-        """Brief ones that wait more than they compute: these are in nobody's way."""
+        """Functions that wait more than they compute: on workers they do not slow each other down."""
         self.expected_s: dict[bytes, float] = {}
-        """How long each function is expected to take, wherever it runs."""
-        self._banned: dict[bytes, int] = {}  # how often each must be brief elsewhere first
-        self._bans: dict[bytes, tuple[int, float]] = {}  # how many in a row, and when the last was
+        """How long each function is expected to take, on whatever thread."""
+        self._banned: dict[bytes, int] = {}  # how many brief runs on workers each banned function still needs
+        self._bans: dict[bytes, tuple[int, float]] = {}  # bans in a row, and the time of the last one
 
     def ran(self, function: bytes, took_s: float, own_s: float = -1.0, all_s: float = -1.0) -> float:
-        """Note that ``function`` took so long; how long is it expected to take the next time?
+        """Note that ``function`` took ``took_s``; returns how long it is expected to take the next time.
 
-        ``own_s``, of a run that was not expected to be quick: the processor time of its thread meanwhile. ``all_s``, of
-        one beside others: that of all threads. The time in which others computed does not count: functions that fight
-        for the interpreter would else pass for long ones, be run side by side, and fight on. (Handing it over takes
-        time in which nobody computes, a third of it where each function calls a device a dozen times.)
+        ``own_s``: the CPU time of its thread, for a run that was not expected to be quick. ``all_s``: the CPU time of
+        all threads, for a run beside others. The time in which other threads computed does not count: else functions
+        that fight for the interpreter would pass for long ones, be run side by side, and fight on. (Passing the
+        interpreter on takes time in which no thread computes: a third, if each function calls a device a dozen times.)
         """
         if all_s >= 0:
             took_s = own_s + max(0.0, took_s - all_s)
@@ -73,7 +73,7 @@ class InlineFunctions:
         if len(self.expected_s) > MOST_FUNCTIONS:
             self._forget_all()
         if expected_s < QUICK_S and function in self.quick:
-            return expected_s  # as nearly always
+            return expected_s  # the usual case
         if expected_s >= BRIEF_S or (function in self._banned and not self._is_pardoned(function)):
             self.quick.discard(function)
             self.brief.discard(function)
@@ -85,11 +85,12 @@ class InlineFunctions:
         return expected_s
 
     def _forget_all(self) -> None:
-        """Begin anew: callers choose the names, and may choose new ones without end."""
+        """Start over, to bound memory: callers choose the names, and may choose new ones without end."""
         for table in (self.quick, self.brief, self.sleepers, self.expected_s, self._banned, self._bans):
             table.clear()
 
     def _is_pardoned(self, function: bytes) -> bool:
+        """Count one more brief run of a banned function; True: it was the last one needed."""
         left = self._banned.get(function, 1) - 1
         if left > 0:
             self._banned[function] = left

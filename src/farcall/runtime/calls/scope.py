@@ -1,22 +1,22 @@
-"""What a served call hands on to the calls that its function makes: its deadline, its metadata, its end.
+"""What nested calls inherit from the call that their function serves: deadline, metadata, cancellation.
 
 Owns the rules; knows nothing of frames, links or threads. A request at its callee:
 
     state     event             becomes    with
     queued    a thread runs it  running    `CURRENT` is the request
     queued    cancelled         dropped    its function never begins
-    running   cancelled         running    watchers are told (a coroutine is cancelled, a stream closed), and the calls
-                                           that its function made are cancelled
-    running   its function ends answered   no answer is sent if the request was cancelled: nobody waits for it
+    running   cancelled         running    watchers are called (a coroutine is cancelled, a stream closed), and the
+                                           function's nested calls are cancelled
+    running   its function ends answered   no answer is sent if the request was cancelled: no caller waits for it
 
-A request is cancelled by its caller's word (a timeout, `Future.cancel`, Ctrl-C, its own caller's end) or death. What a
-function's own call gets:
+The caller's message (after a timeout, `Future.cancel`, Ctrl-C, or its own cancellation) or its death cancels a request.
+A nested call gets:
 
     its timeout            deadline                                       cancelled with the function's call
     none given, or t s     the earlier of its own and the function's     yes
     None                   none                                           no: it is shielded
 
-Metadata travel in all three cases. A deadline travels where somebody chose it; the default timeout does not, because
+Metadata are sent in all three cases. A deadline is sent if the program chose it; the default timeout is not, because
 its end arrives as a cancellation anyway, and so ordinary calls carry no notes.
 """
 
@@ -26,21 +26,22 @@ import threading
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from time import monotonic
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 from farcall.errors import Cancelled, Delivery, RpcTimeout
 from farcall.ids import WorkerInfo
+from farcall.protocol.notes import Inherited
 from farcall.runtime.io.timers import NEVER
 
 NOTHING: Mapping[str, str] = {}
 GRACE_S = 0.5
-"""An inherited deadline is enforced so much later here. Its end arrives as a cancellation, before that; and until then
-the outermost caller, whose timeout it is, can ask what everybody was doing. This is the net for a lost connection."""
+"""How much later than inherited a deadline is enforced here. Usually the cancellation arrives first; until then the
+outermost caller, whose timeout it is, can ask what each callee does. The local deadline is for a lost connection."""
 
 
 class Served(Protocol):
-    """A request, as seen by the calls that its function makes."""
+    """A request, as the calls that its function makes see it."""
 
     cancelled: bool
     function_name: str
@@ -60,7 +61,7 @@ class Served(Protocol):
 
 
 class Scope(Protocol):
-    """What calls made here and now inherit."""
+    """What a call made in the current context inherits."""
 
     @property
     def deadline(self) -> float: ...
@@ -73,11 +74,11 @@ class Scope(Protocol):
 
 
 CURRENT: ContextVar[Scope | None] = ContextVar("farcall_scope", default=None)
-"""The request whose function runs here, or that and more metadata."""
+"""The request whose function runs in this context, or a `Labelled` around it."""
 
 
 class Labelled:
-    """A scope with more metadata."""
+    """A scope with more metadata than the one around it."""
 
     __slots__ = ("deadline", "metadata", "served")
 
@@ -85,13 +86,6 @@ class Labelled:
         self.deadline: float = NEVER if outer is None else outer.deadline
         self.metadata: Mapping[str, str] = metadata if outer is None else {**outer.metadata, **metadata}
         self.served: Served | None = None if outer is None else outer.served
-
-
-class Inherited(NamedTuple):
-    """The part of a request's notes that its function's own calls inherit."""
-
-    time_left_s: float = 0.0  # 0: no deadline travels
-    metadata: Mapping[str, str] = NOTHING
 
 
 class Nested(Protocol):
@@ -103,7 +97,7 @@ class Nested(Protocol):
 
 
 def inherit(call: Nested, scope: Scope | None, default_s: float) -> Inherited | None:
-    """Bound ``call`` by the scope that it is made in; what is to travel with it, or None."""
+    """Bound ``call`` by the scope that it is made in; returns what to send along with it, or None."""
     chosen = call.timeout_s not in (default_s, NEVER)
     metadata = NOTHING
     if scope is not None:
@@ -125,21 +119,24 @@ def inherit(call: Nested, scope: Scope | None, default_s: float) -> Inherited | 
 
 
 class Dependents:
-    """What ends with a request: calls that its function made, and watchers to be told."""
+    """What a cancelled request takes with it: the calls that its function made, and the watchers to call.
+
+    Made for the first of them; the lock guards every request's ``dependents``.
+    """
 
     __slots__ = ("calls", "watchers")
 
-    # One for all, held for an instant. Re-entrant: a garbage collection inside may run user code.
+    # One lock for all requests, held for an instant. Re-entrant: a garbage collection inside may run user code.
     _lock = threading.RLock()
 
     def __init__(self) -> None:
-        # Weak: a call that is done is nobody's any more, and a function may make millions.
+        # Weak: a call that has ended must be freed, and a function may make millions.
         self.calls: WeakSet[Any] = WeakSet()
         self.watchers: list[Callable[[], None]] = []
 
     @staticmethod
     def watch(request: Served, tell: Callable[[], None]) -> None:
-        """Call ``tell``, which must not block, when ``request`` is cancelled; at once if it is."""
+        """Call ``tell``, which must not block, when ``request`` is cancelled; at once if it already is."""
         with Dependents._lock:
             if not request.cancelled:
                 Dependents._of(request).watchers.append(tell)
@@ -148,7 +145,7 @@ class Dependents:
 
     @staticmethod
     def add(request: Served, call: Nested) -> bool:
-        """Have ``call`` cancelled with ``request``; False: that is too late."""
+        """Have ``call`` cancelled with ``request``; False: ``request`` is cancelled already."""
         with Dependents._lock:
             if not request.cancelled:
                 Dependents._of(request).calls.add(call)
@@ -162,18 +159,18 @@ class Dependents:
 
     @staticmethod
     def cancel(request: Served) -> list[Any]:
-        """Mark ``request`` and tell its watchers; the calls that are to be cancelled with it."""
+        """Mark ``request`` as cancelled and call its watchers; returns the nested calls to cancel."""
         with Dependents._lock:
             request.cancelled = True
             found, request.dependents = request.dependents, None
             calls = [] if found is None else list(found.calls)
         for tell in () if found is None else found.watchers:
-            tell()
+            tell()  # outside the lock: a watcher may take locks of its own
         return calls
 
 
 class CurrentCall:
-    """The call that a function serves, as the function sees it; `farcall.current_call` gives it."""
+    """The call that a function serves, as the function sees it; `farcall.current_call` returns it."""
 
     __slots__ = ("_scope", "_served")
 
@@ -200,35 +197,35 @@ class CurrentCall:
 
     @property
     def deadline(self) -> float | None:
-        """When the caller stops waiting, by this process's ``time.monotonic()``; None: it did not say."""
+        """When the caller stops waiting, by this process's ``time.monotonic()``; None: the caller set no deadline."""
         return None if self._scope is None or self._scope.deadline == NEVER else self._scope.deadline
 
     @property
     def time_left_s(self) -> float | None:
-        """How long the caller goes on waiting; None: it did not say."""
+        """How long the caller goes on waiting; None: the caller set no deadline."""
         return None if self.deadline is None else self.deadline - monotonic()
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """What the caller, and its callers, sent along."""
+        """The metadata that the caller and its own callers sent along."""
         return NOTHING if self._scope is None else self._scope.metadata
 
     @property
     def cancelled(self) -> bool:
-        """Has the caller given up, or died? Then nobody waits for the result."""
+        """Has the caller given up, or died? Then the result goes nowhere."""
         return self._served is not None and self._served.cancelled
 
     def check(self) -> None:
-        """Raise `Cancelled` if the call was cancelled: for loops that take long."""
+        """Raise `Cancelled` if the call was cancelled: for use in long loops."""
         if self.cancelled:
             raise Cancelled(f"the caller of {self.function}() no longer waits for it", Delivery.UNKNOWN)
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Have a worker thread call ``callback`` when the call is cancelled; soon if it is."""
+        """Have a worker thread call ``callback`` when the call is cancelled; soon if it already is."""
         if self._served is not None:
             self._served.watch(callback)
 
 
 def current_call() -> CurrentCall:
-    """The call that the calling function serves; outside of any call, one that is never cancelled."""
+    """The call that the calling function serves; outside of any call, a dummy that is never cancelled."""
     return CurrentCall(CURRENT.get())

@@ -1,13 +1,13 @@
-"""The callee's side: a request becomes a user function's run, and its outcome an answer.
+"""The callee's side of a call: a request runs a user function, and the outcome becomes an answer.
 
-Whatever goes wrong with a request (no such function, arguments that cannot be rebuilt, a result that
-cannot be sent) becomes a failure answer: the caller learns of it and both sides live on.
+Every error in serving a request (unknown function, arguments that cannot be deserialized, a result that cannot be
+sent) becomes a failure answer: the caller gets the error, and both processes carry on.
 
-A request whose function is expected to be quick, or brief and alone, is run by the I/O thread itself (`run_inline.py`),
-all others by workers. Answers of quick functions that run one after the other travel together, HOLD_S at most.
+The I/O thread itself runs a function that it expects to be quick, or brief with nothing else running (`run_inline.py`);
+workers run all others. Answers of quick functions that run back to back are sent together, after HOLD_S at most.
 
-A plain value is answered at once; a future when it completes, by the thread that completes it; a coroutine when it has
-ended on the node's event loop (`results.py`, `coroutines.py`).
+A plain value is sent at once; a future's value by the thread that completes the future; a coroutine's result when the
+coroutine ends on the node's event loop (`results.py`, `coroutines.py`).
 
 Over 400 lines: a call at its callee, from its frame to its answer, passes through this one file.
 """
@@ -20,6 +20,7 @@ import logging
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextvars import Context
 from functools import partial
 from sys import audit
 from time import perf_counter, process_time, thread_time
@@ -30,15 +31,14 @@ import torch
 from farcall.errors import NotAllowed, RpcError, SerializationError
 from farcall.ids import RefId, WorkerInfo
 from farcall.protocol.frames import FAILURE, LARGE_BYTES, RESPONSE, Frame
-from farcall.protocol.notes import KEEP, STREAM, Notes
+from farcall.protocol.notes import KEEP, STREAM, Notes, write_notes
 from farcall.runtime.calls.coroutines import CoroutineRunner
 from farcall.runtime.calls.executor import UNKNOWN_S, Executor, FunctionTask, Task
-from farcall.runtime.calls.notes import write_notes
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.results import (
     ASYNC_MARK,
-    COMPLETING,
     LATER,
+    Entrusted,
     Later,
     MarkedResult,
     Resumption,
@@ -48,6 +48,7 @@ from farcall.runtime.calls.results import (
 from farcall.runtime.calls.run_inline import QUICK_S, InlineFunctions
 from farcall.runtime.calls.scope import CURRENT, NOTHING, Dependents
 from farcall.runtime.devices.streams import StreamCoroutine, StreamPool, StreamTask
+from farcall.runtime.io.reader import reading
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.observing import event_log
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED, counters_of
@@ -71,26 +72,26 @@ logger: logging.Logger = logging.getLogger("farcall")
 
 HOLD_S = 200e-6
 HOLD_BYTES = 64 * 1024
-"""Answers that travel together wait no longer than this for each other, and are not larger."""
+"""Limits on a batch of held-back answers: the age of the oldest one, and the size of all together."""
 
 
 SPECIAL = KEEP | STREAM
 
 
 class ReferenceKeeper(Protocol):
-    """The references of a node, as seen by the messages that carry some: `rpc/references.py`."""
+    """The references of a node, as the handling of messages needs them: `rpc/references.py`."""
 
     def take_forks(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
-        """Turn the forks in the notes of ``frame`` into references; False: the frame must not be read, or not now.
+        """Turn the forks in the notes of ``frame`` into references; False: do not read the frame, or not yet.
 
-        A request with the flag REFUSED will not run, and creates nothing.
+        A request with the flag REFUSED will not run, and creates no reference.
         """
 
     def take_turns(self, peer: Peer, frame: Frame, ref: RefId) -> bool:
         """Find the mailbox of the object ``ref``, for the request ``frame``; False: the request must wait."""
 
     def kept_request(self, server: Server, peer: Peer, frame: Frame) -> Request:
-        """The request of a frame with the flag KEEP, whose result stays here."""
+        """Make the request of a frame with the flag KEEP: this node keeps its result."""
 
 
 class NoReferences:
@@ -107,7 +108,7 @@ class NoReferences:
 
 
 class Server:
-    """Runs requests and answers them."""
+    """The requests that one node serves: accepts them, has their functions run, and sends the answers."""
 
     def __init__(
         self,
@@ -118,7 +119,12 @@ class Server:
         log: event_log.EventLog,
         nested: CallTable | None = None,
     ) -> None:
-        """``nested``: the calls that functions make, which end with them. None: what has begun is not cancelled."""
+        """``nested``: the table of the calls that served functions make, which are cancelled with their function.
+
+        None: a function that has begun is never cancelled.
+        """
+        # Mutable, from any thread: ``unanswered`` and ``_computing``, in single atomic operations; the ``_corked``
+        # fields, the batch of held-back answers. What the layer above sets does not change afterwards.
         self.worker = worker
         self._nested = nested
         self._executor = executor
@@ -126,14 +132,14 @@ class Server:
         self.unanswered: dict[tuple[int, int], Request] = {}
         self.event_log: event_log.EventLog = log
         self.on_failure: Callable[[BaseException], None] | None = None
-        """Told, where it was raised, of every error that goes to a caller. Set by the layer above."""
+        """Called with every error that goes to a caller, on the thread that raised it. Set by the layer above."""
         self._queue = executor.tasks
-        self._computing: set[Request] = set()  # those inside their functions
+        self._computing: set[Request] = set()  # requests whose functions run now
         self._corked: set[Peer] = set()
         self._corked_at: float = 0.0
         self._corked_bytes: int = 0
         self.stream_pool: StreamPool | None = None
-        """The streams that functions run on, in a node with devices."""
+        """The CUDA streams that functions run on; None in a node without devices."""
         self.devices: Sequence[torch.device] = ()
         self.coroutines: CoroutineRunner = CoroutineRunner(worker.name, on_thread_start)
         self._next_number = itertools.count(1).__next__
@@ -141,31 +147,31 @@ class Server:
         self.on_answered: Callable[[], None] | None = None
         """Called after each answer; set once the node is leaving."""
         self.references: ReferenceKeeper = NoReferences()
-        """The references of the node; the layer above sets them once, before the first message comes."""
+        """The references of the node; the layer above sets them once, before the first message arrives."""
         self.stream_request: Callable[[Server, Peer, Frame], Request] = Request
         """Makes the request of a frame with the flag STREAM; set once by the layer above, like ``references``."""
         self.wrap: Callable[[Request], Task] | None = None
-        """Makes what is run for a request, where that is not the request itself; set by the layer above."""
+        """Makes the task that runs in the place of a request; None: the request itself. Set by the layer above."""
 
     @property
     def active(self) -> list[Request]:
-        """Requests that have come and are not answered yet."""
+        """The requests that have arrived and are not answered yet."""
         return list(self.unanswered.values())
 
     def find(self, peer: Peer, call_id: int) -> Request | None:
-        """The request of that number, if it is not answered yet."""
+        """The request ``call_id`` of ``peer``; None if it is answered, or unknown."""
         return self.unanswered.get((peer.number, call_id))
 
     @property
     def awaited(self) -> int:
-        """How many requests are unanswered, less those that have no thread and nobody who waits for their answer.
+        """How many unanswered requests a shutdown waits for: all but deferred ones whose caller gave up or is gone.
 
-        A function that returned a future which never completes must not hold up a shutdown after its caller gave up.
+        A function may have returned a future that never completes: it must not hold up a shutdown for ever.
         """
         return sum(not (request.deferred and (request.cancelled or request.peer.broken)) for request in self.active)
 
     def accept(self, peer: Peer, frame: Frame) -> None:
-        """Take a request: run it at once if it is expected to be quick and we may, else queue it for a worker."""
+        """Take a request: run it on this thread if `run_inline.py`'s rules allow it, else queue it for a worker."""
         if frame.flags & SPECIAL:
             make = self.references.kept_request if frame.flags & KEEP else self.stream_request
             request = make(self, peer, frame)
@@ -178,37 +184,61 @@ class Server:
         if frame.turns is not None:
             request.queued_at = perf_counter()
             if not frame.turns.enter(task):
-                return
+                return  # the mailbox submits itself when the turn of this request comes
             task = frame.turns
         at_once = function in self.inline.quick or self._best_in_turn(function)
         if at_once or (function in self.inline.brief and not self._computing and not self._queue):
             kept = peer.run_inline(task if self.stream_pool is None else StreamTask(task, self.stream_pool), at_once)
             if kept is not None:
                 if not kept:
-                    self.inline.ban(function)
+                    # Late. If the thread went on to a batch (`run_behind`), that was banned in its place.
+                    if not request.went_on:
+                        self.inline.ban(function)
                     # This thread lost the reader role. Its successor may be asleep, so flush here.
                     self.flush()
                 return
         request.queued_at = perf_counter()
         self.submit(task)
 
+    def run_behind(self, request: Request, task: Task, function: bytes) -> None:
+        """Run ``task``, a follow-up of the ended ``request`` that is timed under the name ``function``.
+
+        On the I/O thread, if this is it and the rules of `accept` allow that; else on a worker.
+        """
+        quick = function in self.inline.quick
+        if (
+            (quick or function in self.inline.brief)
+            and reading.loop is not None
+            and self.stream_pool is None
+            and not self._computing
+            and not self._queue
+        ):
+            # In an empty context: the task serves other callers, too, and must not inherit this request's scope.
+            kept = Context().run(request.peer.run_inline, task, quick)
+            if kept is not None:
+                request.went_on = True
+                if not kept:
+                    self.inline.ban(function)
+                return
+        self.submit(task)
+
     def _best_in_turn(self, function: bytes) -> bool:
-        """Is ``function`` one of those that were seen to be in each other's way on workers?"""
+        """Is ``function`` brief and compute-bound, at a time when such functions slow each other down on workers?"""
         inline = self.inline
         return function in inline.brief and self._executor.at_peace and function not in inline.sleepers
 
     def submit(self, task: Task) -> None:
-        """Have a worker run ``task``; in a node with devices, on streams of its own."""
+        """Queue ``task`` for a worker; in a node with devices it runs on its own streams."""
         self._executor.submit(task if self.stream_pool is None else StreamTask(task, self.stream_pool))
 
     def cancel(self, peer: Peer, call_id: int) -> None:
-        """The caller no longer waits: do not begin what has not begun, cancel what has."""
+        """The caller no longer waits: drop the request if it is still queued, cancel its function if that runs."""
         request = self.unanswered.get((peer.number, call_id))
         if request is not None:
             self._cancel(request)
 
     def cancel_all(self, peer: Peer | None = None) -> None:
-        """``peer`` is gone, or (None) this node ends: nobody waits for the answers."""
+        """Cancel the requests of ``peer``, which is gone, or all (None): this node ends."""
         for request in self.active:
             if (peer is None or request.peer is peer) and request.cancellable:
                 self._cancel(request)
@@ -221,10 +251,10 @@ class Server:
             for call in Dependents.cancel(request):
                 self._nested.cancel(call)
         if self.on_answered is not None:
-            self.on_answered()  # a shutdown may be waiting for nothing else
+            self.on_answered()  # `awaited` may just have become 0, and a shutdown waits for that
 
     def hold_back(self, peer: Peer, size_bytes: int, now: float) -> None:
-        """An answer of so many bytes to ``peer`` is in the outbox; send it soon, with others."""
+        """An answer of ``size_bytes`` is in the outbox of ``peer``: flush it later, with others, within the limits."""
         if not self._corked:
             self._corked_at, self._corked_bytes = now, 0
         self._corked_bytes += size_bytes
@@ -233,17 +263,17 @@ class Server:
             self.flush()
 
     def flush(self) -> bool:
-        """Send the answers that were held back to travel together."""
+        """Send the held-back answers. False, for `Loop.before_sleep`: this gives other threads no work."""
         while self._corked:
             try:
                 peer = self._corked.pop()
             except KeyError:
-                break
+                break  # another thread flushes, too
             peer.flush()
         return False
 
     def answered(self, request: Request) -> None:
-        """Book-keeping at the end of a request."""
+        """Forget ``request``, which has been answered or dropped."""
         self.unanswered.pop((request.peer.number, request.frame.call_id), None)
         if self.on_answered is not None:
             self.on_answered()
@@ -265,6 +295,7 @@ class Request:
         "server",
         "started_at",
         "thread_id",
+        "went_on",
     )
 
     cancellable = True
@@ -275,23 +306,24 @@ class Request:
         self.peer: Peer = peer
         self.frame: Frame = frame
         self.expected_s: float = server.inline.expected_s.get(frame.function, UNKNOWN_S)
-        """How long its function is expected to take; once it has run, the next time."""
+        """How long its function is expected to take; after the run, the expectation for the next one."""
         self.cancelled: bool = False
-        self.deferred: bool = False  # it returned, and will answer later
+        self.deferred: bool = False  # the function has returned, and the answer comes later
         self.function_name: str = ""
-        self.queued_at: float = 0.0  # if a worker was to run it
+        self.queued_at: float = 0.0  # 0.0: it was never queued for a worker
         self.started_at: float = 0.0
         self.thread_id: int = 0
+        self.went_on: bool = False  # its thread ran a follow-up task, whose time is not this function's
         self.dependents: Dependents | None = None
 
     def stop_writing(self) -> None:
-        """Its caller is gone or has lost interest, and its function is not cancelled; nobody reads what it sends."""
+        """The caller is gone or gave up, and the function runs on: send no more items of a stream."""
 
     def progress(self) -> str:
-        """How far it is, in words behind its name; empty where there is nothing to tell."""
+        """Its progress in words, shown behind its name; empty if there is nothing to report."""
         return ""
 
-    # What its function's own calls inherit, see scope.py.
+    # The `Served` and `Scope` of scope.py: what the function's own calls inherit.
 
     @property
     def served(self) -> Request:
@@ -299,7 +331,7 @@ class Request:
 
     @property
     def is_open(self) -> bool:
-        """Is it still to be answered?"""
+        """Is it still unanswered?"""
         return self.server.find(self.peer, self.frame.call_id) is self
 
     @property
@@ -331,13 +363,14 @@ class Request:
             self.profile = PROFILING.begin_run(server.worker, frame.profile)
         self.thread_id = threading.get_ident()
         outer = CURRENT.set(self)
-        # The two clocks cost a system call each: not for a quick function that is alone.
+        # Each of these clocks costs a system call: skip them for a quick function that runs alone.
         all_before_s = process_time() if server._computing else -1.0
         own_before_s = thread_time() if all_before_s >= 0 or self.expected_s >= QUICK_S else -1.0
         server._computing.add(self)
         started = self.started_at = perf_counter()
+        entrusted: Entrusted | None = None
         if self.expected_s >= QUICK_S:
-            server.flush()  # this function may take long: answers that were held back go first
+            server.flush()  # held-back answers go first: this function may take long
         try:
             if function:
                 try:
@@ -353,28 +386,27 @@ class Request:
                 if INSTALLED.allowance is not None:
                     raise NotAllowed(f"{func!r} was sent by value, and this worker serves named functions only")
             if server.stream_pool is not None and has_devices(frame.payload):
-                started = perf_counter()  # the copies that a device makes say nothing about the function
+                started = perf_counter()  # do not count the copies to the device as the function's time
             self.function_name = getattr(func, "__qualname__", "") or repr(func)
             audit("farcall.call", self.peer.info.name, func)
-            # The request keeps no memory: an argument that the function drops is freed at once.
+            # Drop the request's own references: an argument that the function drops must be freed at once.
             frame.payload = b""
             frame.buffers = frame.forks = ()
-            # In a list, which `answer` empties: a result that nobody else holds can be handed over without a copy.
+            # In a list, which `answer` empties: a result without another owner is handed over without a copy.
             if self.profile is not None:
                 outcome = [self.profile.run(func, args, kwargs)]
             else:
                 outcome = [func(*args, **kwargs) if kwargs else func(*args)]
             del args, kwargs
-            # `answers_later`, without the calls: this is on the way of every request.
+            # `answers_later`, inlined: every request passes here.
             if (
                 outcome[0].__class__ in LATER
                 or hasattr(func, ASYNC_MARK)
                 or (func.__class__ is partial and answers_later(func, outcome[0]))
             ):
-                self._answer_later(func, outcome[0])
-                return
+                entrusted = self._answer_later(func, outcome[0])
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             return
         finally:
             took_s = perf_counter() - started
@@ -394,11 +426,22 @@ class Request:
             if recording is not None:
                 RECORDING.set(outside)
             CURRENT.reset(outer)
-        # Behind a function that may take long no answer is held back.
+        if self.deferred:
+            if entrusted is not None:
+                self.entrust(entrusted)  # after the timing above: it may run other functions, with times of their own
+            return
+        # Only the answers of quick functions are held back.
         self.answer(outcome, more and self.expected_s < QUICK_S)
 
+    def entrust(self, entrusted: Entrusted) -> None:
+        """Hand the request over to ``entrusted``, which answers it; answer with the error if that raises."""
+        try:
+            entrusted.take(self)
+        except BaseException as error:
+            self.fail(error)
+
     def drop(self) -> None:
-        """The node ended first, or nobody waits for the answer any more."""
+        """End the request without a run and without an answer: the node ends, or the caller gave up."""
         discard(self.frame.payload, self.peer)
         decline(self.frame, self.peer)
         self.server.answered(self)
@@ -406,43 +449,44 @@ class Request:
     def answer(self, outcome: list[Any], more: bool = False) -> None:
         """Send the only item of ``outcome`` to the caller; the list is empty afterwards.
 
-        ``more``: other answers follow at once, or somebody flushes: a small one may wait for them.
+        ``more``: other answers or a flush follow at once, so a small answer may wait for them.
         """
         if self.cancelled:
-            self.server.answered(self)  # nobody waits for it
+            self.server.answered(self)  # the caller no longer waits
             return
         frame = Frame(RESPONSE, recording=self.frame.recording)
         try:
             write_value(frame, outcome[0], self.peer)
-        except Exception as error:
-            self._fail(error)
+        except BaseException as error:  # a value's own reduction may raise anything: CancelledError, SystemExit
+            self.fail(error)
             return
         outcome.clear()
         if more:
             size_bytes = len(frame.payload)
             for buffer in frame.buffers:
-                if buffer.nbytes < LARGE_BYTES:  # others travel beside the frame, or at once
+                if buffer.nbytes < LARGE_BYTES:  # larger ones go through shared memory, or are written at once
                     size_bytes += buffer.nbytes
             if size_bytes < HOLD_BYTES:
                 self._send(frame, True)
-                # After it is in the outbox: a flush by another thread in between would take the mark and find nothing.
+                # Only now that it is in the outbox: else another thread's flush could clear the mark and find nothing.
                 self.server.hold_back(self.peer, size_bytes, perf_counter())
                 return
         self._send(frame, False)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Answer with ``error``."""
         if self.cancelled:
             self.server.answered(self)
         else:
             self._send(self.failure(error), False)
 
     def failure(self, error: BaseException) -> Frame:
-        """``error``, written down for the caller; counted and logged here."""
+        """Encode ``error`` for the caller; count it and log it here."""
         if type(error) is StoredFailure:
             frame = Frame(FAILURE, payload=error.frame.payload, buffers=error.frame.buffers)
         else:
             if isinstance(error, SerializationError) and not hasattr(error, "remote_traceback"):
-                # Ours, about a message, not the user's: the caller must learn whose side it is about.
+                # Raised by farcall here, not received from elsewhere: say on which side of the call it happened.
                 error.args = (f"on {self.server.worker.name}, serving {self.function_name or 'a call'}: {error}",)
             counters_of(self.peer.served, self.frame.function)[FAILED] += 1
             if self.server.on_failure is not None:
@@ -458,7 +502,7 @@ class Request:
         profiled = b"" if self.profile is None else self.profile.finish(self.function_name)
         if not frame.message_id:
             frame.recording = (
-                None  # to its caller an answer belongs to a context only if gradients may come back for it
+                None  # an answer is part of the caller's autograd context only if gradients may come back for it
             )
         if frame.forks or profiled or frame.message_id:
             write_notes(frame, profiled=profiled)
@@ -470,12 +514,18 @@ class Request:
         finally:
             self.server.answered(self)
 
-    def _answer_later(self, func: Callable[..., Any], result: Any) -> None:
+    def _answer_later(self, func: Callable[..., Any], result: Any) -> Entrusted | None:
+        """Arrange the answer that ``result`` stands for.
+
+        An `Entrusted` is returned: the caller hands the request over to it once the function's time is measured.
+        """
         self.deferred = True
+        if result.__class__ is Entrusted:
+            return result
         if result.__class__ is Later:
             finish = result.finish
             result.subscribe(lambda: self.server.submit(Resumption(self, finish)))
-            return
+            return None
         if result.__class__ is MarkedResult:
             result = result.value
         if inspect.iscoroutine(result):
@@ -487,9 +537,10 @@ class Request:
                 f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, but "
                 f"{self.function_name} returned {type(result).__name__} (the decorator is functions.async_execution)"
             )
+        return None
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """Run ``coroutine`` on the node's event loop, on the streams of this call, and answer when it ends."""
+        """Run ``coroutine`` on the node's event loop, on this call's streams, and answer when it ends."""
         stream_pool, done = self.server.stream_pool, self._on_done
         call_streams = None if stream_pool is None else stream_pool.keep()
         if call_streams is not None:
@@ -513,6 +564,6 @@ class Request:
         try:
             value = future.value() if isinstance(future, torch._C.Future) else future.result()
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
             return
-        self.answer([value], getattr(future, COMPLETING, 0) == threading.get_ident())
+        self.answer([value])

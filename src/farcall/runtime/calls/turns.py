@@ -1,20 +1,20 @@
-"""The calls of one object, one at a time: the mailbox of an actor.
+"""The mailbox of an actor: the calls of one object run one at a time.
 
-Owns who has the turn, and who waits for it. Requests come in the order of their links, so those of one caller run in
-the order in which they were made. A mailbox is a task of the executor: run, it runs the request whose turn it is.
+Owns the turn: its holder, and the queue for it. Each link delivers requests in order, so the calls of one caller run in
+the order in which they were made. A mailbox is a task of the executor: it runs the request that has the turn.
 
     the turn is   event                                  becomes
-    free          a request comes                        its: the mailbox is to be run
+    free          a request arrives                      its: the mailbox is to be run
     free          a coroutine or an iterator wants it    its, at once
-    taken         either comes                           taken, and it waits
-    taken         the end, and nobody waits              free
-    taken         the end, and a request is first        its: the mailbox is submitted
-    taken         the end, and another one is first      its: that is told
+    taken         either arrives                         taken, and it waits
+    taken         ends, and the queue is empty           free
+    taken         ends, and a request is first           its: the mailbox is submitted
+    taken         ends, and another one is first         its: it is told
 
-A plain method has its turn until it returns. A coroutine has one for each step, so that others run while it awaits
-something, and a generator one for each item. The first step of a coroutine is part of its call's turn: no later call
-of the same caller begins before it. Whoever ends a turn names it, because a turn that was handed on may be over before
-whoever handed it on returns.
+A plain method has the turn until it returns. A coroutine has one turn per step, so that other calls run while it
+awaits, and a generator one per item. The first step of a coroutine is part of its call's turn: no later call of the
+same caller begins before that step. A holder names itself when it ends its turn: the next holder may have ended already
+before the thread that handed the turn over returns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from farcall.runtime.io.sigint import Gate
 
 
 class _Place:
-    """In the queue: of a coroutine or an iterator."""
+    """The place of a coroutine or an iterator in the queue; ``tell`` reports that its turn has come."""
 
     __slots__ = ("tell",)
 
@@ -42,14 +42,14 @@ class _Place:
 class Turns:
     """The mailbox of one object.
 
-    Mutable, under the lock: ``_holder``, whose turn it is (None: nobody's); ``_waiting``, who comes next; ``_next``,
-    the request that `run` is to run.
+    Mutable, under the lock: ``_holder``, which has the turn (None: it is free); ``_waiting``, the queue; ``_next``, the
+    request that `run` will run.
     """
 
     __slots__ = ("_holder", "_lock", "_next", "_submit", "_waiting")
 
     def __init__(self, submit: Callable[[Task], None]) -> None:
-        """``submit`` has a worker run a task. The turn is taken until `begin`: the object may still be being made."""
+        """``submit`` has a worker run a task. The turn is taken until `begin`: the object may not be made yet."""
         self._submit = submit
         self._lock = threading.Lock()
         self._holder: object = self
@@ -57,11 +57,11 @@ class Turns:
         self._next: Task | None = None
 
     def begin(self) -> None:
-        """The object is there, or never will be."""
+        """The object has been made, or its making has failed: let the first request run."""
         self._leave(self)
 
     def _leave(self, holder: object) -> None:
-        """``holder`` has had its turn; nothing happens if it is another's by now."""
+        """End the turn of ``holder``; does nothing if another holder has it by now."""
         with self._lock:
             if self._holder is not holder:
                 return
@@ -76,7 +76,7 @@ class Turns:
     # --- requests -------------------------------------------------------------------------------------------
 
     def enter(self, task: Task) -> bool:
-        """``task``, a request, has come. True: it has its turn, and this mailbox is to be run, by whatever thread."""
+        """``task``, a request, has arrived. True: it has the turn, and the caller must run or submit this mailbox."""
         with self._lock:
             if self._holder is not None:
                 self._waiting.append(task)
@@ -91,16 +91,16 @@ class Turns:
         return UNKNOWN_S if task is None else task.expected_s
 
     def run(self, more: bool) -> None:
-        """Run the request whose turn it is."""
+        """Run the request that has the turn."""
         task, self._next = self._next, None
         assert task is not None
         try:
             task.run(more or bool(self._waiting))
         finally:
-            self._leave(task)  # unless a coroutine has taken it over
+            self._leave(task)  # no effect if a coroutine has taken the turn over (`steps`)
 
     def drop(self) -> None:
-        """The node ended first: no request that waits will run. Coroutines and iterators are told to go on, and end."""
+        """The node ends: drop the waiting requests. Coroutines and iterators get their turns, to end by themselves."""
         while True:
             task, self._next = self._next, None
             if task is not None:
@@ -117,6 +117,7 @@ class Turns:
     # --- coroutines and iterators ---------------------------------------------------------------------------
 
     def _want(self, place: _Place) -> None:
+        """Take the turn for ``place``, or queue it; ``place.tell`` reports the turn in both cases."""
         with self._lock:
             if self._holder is not None:
                 self._waiting.append(place)
@@ -125,7 +126,7 @@ class Turns:
         place.tell()
 
     def _withdraw(self, place: _Place) -> None:
-        """``place`` does not want a turn any more, or has had it."""
+        """Remove ``place`` from the queue, or end its turn."""
         with self._lock:
             if place in self._waiting:
                 self._waiting.remove(place)
@@ -133,7 +134,7 @@ class Turns:
         self._leave(place)
 
     def steps(self, coroutine: Coroutine[Any, Any, Any], *, within: bool) -> Coroutine[Any, Any, Any]:
-        """``coroutine``, each step of which has a turn. ``within``: the first step has that of the running request."""
+        """Wrap ``coroutine``: each step takes a turn. ``within``: the first step uses the running request's turn."""
         place = None
         if within:
             place = _Place(_nothing)
@@ -142,7 +143,7 @@ class Turns:
         return _Steps(self, coroutine, place)
 
     def items(self, source: Iterable[Any], waiting: Callable[[], AbstractContextManager[None]]) -> Iterator[Any]:
-        """The items of ``source``, each made in a turn. ``waiting`` is entered around each wait for one."""
+        """The items of ``source``, each made in a turn. Every wait for a turn is inside the context ``waiting()``."""
 
         def in_turn(step: Callable[[], Any]) -> Any:
             gate = Gate()
@@ -167,15 +168,15 @@ class Turns:
 
 
 class _Steps(Coroutine[Any, Any, Any]):
-    """A coroutine, each step of which has a turn.
+    """A coroutine, each step of which takes a turn.
 
-    Not an ``async def``: one that is cancelled before its first step runs no code, and would keep its turn for good.
+    Not an ``async def``: cancelled before its first step, that runs no code, and would keep its turn for ever.
     """
 
     __slots__ = ("_begun", "_coroutine", "_place", "_steps", "_turns")
 
     def __init__(self, turns: Turns, coroutine: Coroutine[Any, Any, Any], place: _Place | None) -> None:
-        """``place``: of a turn that the first step has already."""
+        """``place``: the place that already has the turn, for the first step; None: the first step must wait, too."""
         self._turns = turns
         self._coroutine = coroutine
         self._place = place
@@ -214,7 +215,7 @@ class _Steps(Coroutine[Any, Any, Any]):
                     try:
                         yield from turn.wait().__await__()
                     except asyncio.CancelledError as error:
-                        step, given = coroutine.throw, error  # the coroutine hears of it in its turn
+                        step, given = coroutine.throw, error  # raised in the coroutine once it has the turn
                     except GeneratorExit:
                         turns._withdraw(place)
                         coroutine.close()
@@ -237,7 +238,7 @@ class _Steps(Coroutine[Any, Any, Any]):
 
 
 class _LoopTurn:
-    """A turn that a task of an event loop waits for."""
+    """A turn that a task on an event loop waits for."""
 
     __slots__ = ("_future", "_loop", "has_come")
 
@@ -247,7 +248,7 @@ class _LoopTurn:
         self.has_come: bool = False
 
     def wait(self) -> asyncio.Future[None]:
-        """A new future each time: who cancels a task cancels what it awaits."""
+        """A future for one wait; a new one each time, since cancelling a task cancels the future that it awaits."""
         self._future = self._loop.create_future()
         return self._future
 
@@ -255,7 +256,7 @@ class _LoopTurn:
         try:
             self._loop.call_soon_threadsafe(self._wake)
         except RuntimeError:
-            pass  # the loop was closed: nobody waits any more
+            pass  # the loop is closed, and its tasks with it
 
     def _wake(self) -> None:
         self.has_come = True

@@ -1,26 +1,26 @@
-"""What messages to and from one peer use of its devices, as ``peer.devices``: which way bytes take, what was lent.
+"""The devices of one peer (``peer.devices``): where tensors go, how their bytes get there, and which memory is lent.
 
-Maps: a call goes by our map to the peer; an answer or a gradient takes the peer's map to us, backwards, and where that
-says nothing ours. The peer tells its map (`DevicesMapped`) before anything that needs it.
+Maps: a call uses our map to the peer; an answer or a gradient uses the peer's map to us, reversed, or ours where that
+has no entry. The peer sends its map (`DevicesMapped`) before any message that needs it.
 
 The way to a peer, for each device of ours:
 
     unknown   first tensor       -> tried: a piece of memory is offered (DeviceTried); meanwhile through the host
     tried     DeviceOpened       -> shared: tensors are lent, from a pool that the peer has opened
-    tried     ... with a reason  -> host: through pinned buffers, for good; logged once
+    tried     ... with a reason  -> host: through pinned buffers, for ever; logged once
 
-Through the host also go: what the pool has no room for, what is bound for the CPU, and what is small: processes that
-take turns on a device pay for it, see `channel/staging.py`. For that the host waits for the stream; so it is done for
-answers, which nobody could use earlier, and for calls from a stream that has nothing to do: a caller never waits for
-its device.
+Other tensors go through the host, too: tensors that find no room in the pool, tensors bound for the CPU, and small
+ones, since each switch of a device between processes costs time (`channel/staging.py`). The host must then wait for the
+stream. So small tensors go this way only in answers, which could not be used earlier anyway, and in calls from an idle
+stream: a caller never waits for its device.
 
-What the peer lent is copied, and given back at once; or, by option, used where it is. Then it is given back after its
-death: once a worker has seen that all our streams are done with it (`settle_views`). For each link at most one worker
-does so at a time, since it may wait for long:
+Memory that the peer lent is copied and given back at once; or, by option, used in place (a view), and given back after
+the view's death, once a worker has seen that all our streams are done with it (`settle_views`). That may block for
+long, so at most one worker of a link does it at a time:
 
     resting   a look, and views have died -> settling: a task is queued
-    settling  it is done                  -> resting; the I/O thread is woken if more have died meanwhile
-    settling  the device fails            -> resting, and not before RETRY_S again; nothing is given back
+    settling  it is done                  -> resting; the I/O thread is woken up if more have died meanwhile
+    settling  the device fails            -> resting, for RETRY_S at least; nothing is given back
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import pickle
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from math import prod
 from time import monotonic
@@ -46,6 +46,7 @@ from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.runtime.devices.maps import reversed_map
 from farcall.runtime.io.timers import NEVER
+from farcall.runtime.peers.host import Host
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.serialize.allowance import loads
 from farcall.serialize.devices import Form
@@ -53,41 +54,40 @@ from farcall.serialize.devices import Form
 logger: logging.Logger = logging.getLogger("farcall")
 
 SMALL_BYTES = 64 * 1024
-"""Up to this size a tensor goes through the host, but for calls from a busy stream."""
+"""Up to this size a tensor goes through the host, except in calls from a busy stream."""
 TRIED_BYTES = 512
 WORTH_RELEASING_BYTES = 1 << 20
 WORTH_RELEASING_BLOCKS = 32
-"""So much is given back ahead of a message to the peer: for each one alone a message would be made, sent and read."""
+"""From here on, blocks are given back ahead of the next message; fewer are not worth a message of their own."""
 URGENT_BYTES = 16 << 20
-"""So much is given back at once, if no message comes along: the peer may have no other memory of that size."""
+"""From here on, blocks are given back at once: the peer may have no other memory of that size."""
 VIEWED_BYTES = 1 << 20
-"""What is smaller is copied even where views are wanted: it is not worth keeping somebody else's block."""
+"""Smaller tensors are copied even if views are wanted: they are not worth keeping a block of the peer's."""
 RETRY_S = 10.0
-"""So long dead views are left alone after the device has failed, which it mostly does for good."""
+"""How long to leave dead views alone after the device failed; a failed device seldom recovers."""
 
 
 class LinksNode(Protocol):
-    """What links need of their node."""
+    """The devices of a node, as its links see them."""
 
     name: str
     options: RpcBackendOptions
     api: DeviceApi
     pool: DevicePool
-    on_release: Callable[[bool], None]
-    run_later: Callable[[Callable[[], None]], None]
+    host: Host
 
 
 class Borrower(Protocol):
-    """Somebody who has memory of a peer's device open."""
+    """A part of the node that keeps memory of a peer's device open."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close that memory."""
 
 
 class DeviceLink:
-    """One peer's devices; see `serialize.PeerDevices`."""
+    """One peer's devices, a `serialize.PeerDevices`. Ways, releases and views change without a lock, atomically."""
 
-    def __init__(self, node: LinksNode, peer: Peer, pairs: Mapping[str, str], automatic: bool) -> None:
+    def __init__(self, node: LinksNode, peer: Peer, pairs: Mapping[str, str], *, automatic: bool) -> None:
         self._node = node
         self._api = node.api
         self._peer = peer
@@ -95,27 +95,27 @@ class DeviceLink:
         self._back_automatic = False
         self._to = _as_devices(pairs)
         self._back: dict[torch.device, torch.device] = {}
-        self._ways: dict[int, bool | torch.Tensor] = {}  # a tensor: tried with it
+        self._ways: dict[int, bool | torch.Tensor] = {}  # a tensor: the piece of memory that the peer tries to open
         self._segments = DeviceSegments(node.api)
         self._released: deque[tuple[int, int]] = deque()
-        self._owed_bytes = 0  # of these; about: counted without a lock
+        self._owed_bytes = 0  # their size; approximate, since counted without a lock
         self._dead_views: deque[DeviceTicket] = deque()
-        self._settling = False  # set by the I/O thread, cleared by the task
+        self._settling = False  # the I/O thread sets it, the task clears it
         self._settle_from = 0.0
         self._logged = False
         self._borrowers: weakref.WeakSet[Borrower] = weakref.WeakSet()
         self._borrowers_lock = threading.Lock()
         self._is_over = False
-        self.bytes_sent: int = 0  # lent and taken, not through the host; about: counted without a lock
+        self.bytes_sent: int = 0  # lent, not through the host; approximate, since counted without a lock
         self.bytes_received: int = 0
 
     def learn(self, pairs: Mapping[str, str], automatic: bool) -> None:
-        """The peer's map to us."""
+        """Use the peer's map to us, from now on."""
         self._back = _as_devices(reversed_map(pairs))
         self._back_automatic = automatic
 
     def leads_back_from(self, device: torch.device) -> bool:
-        """Can an answer of the peer bring a tensor from that device of its own?"""
+        """Can an answer of the peer carry a tensor from that device of the peer's?"""
         return self._automatic or device in self._to.values()
 
     # ------------------------------------------------------------------ as PeerDevices
@@ -174,53 +174,53 @@ class DeviceLink:
         except BaseException:
             self.drop(known)
             raise
-        # From here on its death gives it back, whatever happens.
+        # From here on the view's death gives the block back, whatever happens.
         return self._api.view(memory, known.offset, known.size, partial(self._on_view_death, known))
 
     def drop(self, ticket: Any) -> None:
         self._released.append((ticket[1], ticket[2]))
         self._owed_bytes += ticket[3]
-        self._node.on_release(self._owed_bytes >= URGENT_BYTES)
+        self._node.host.on_release(self._owed_bytes >= URGENT_BYTES)
 
     def to_device(self, source: memoryview, target: torch.device) -> torch.Tensor:
         return staging.to_device(source, target, target.index in self._segments.devices.values())
 
-    # ------------------------------------------------------------------ memory that is no message's
+    # ------------------------------------------------------------------ memory beside messages
 
     def shares(self, device: int) -> bool:
-        """Can the peer open memory of this device of ours? If that was never tried, it is now, and the answer is no."""
+        """Can the peer open memory of this device of ours? The first call starts the attempt and returns False."""
         way = self._ways.get(device)
         if way is None:
             self._try(device)
         return way is True
 
     def here(self, device: int) -> int | None:
-        """How we number that device of the peer's, whose memory we can open; None: we cannot."""
+        """Our index of that device of the peer's; None: we cannot open its memory."""
         return self._segments.devices.get(device)
 
     # ------------------------------------------------------------------ releases
 
     def _on_view_death(self, ticket: DeviceTicket) -> None:
-        # Perhaps inside a garbage collection: no lock, no device.
+        # Perhaps inside a garbage collection: take no lock, touch no device.
         self._dead_views.append(ticket)
-        self._node.on_release(False)
+        self._node.host.on_release(False)
 
     def settle_views(self) -> float:
-        """On the I/O thread: have those that have died given back, when no stream uses them any more.
+        """On the I/O thread: have a worker give back the blocks of dead views, once no stream uses them.
 
-        Returns when to try again, after a device failed; ``on_release`` tells of everything else.
+        Returns when to try again after a device failed, else NEVER: `Host.on_release` asks for the next look.
         """
         if not self._dead_views or self._settling:
             return NEVER
         if monotonic() < self._settle_from:
             return self._settle_from
         self._settling = True
-        self._node.run_later(self._finish_views)
+        self._node.host.write_later(self._finish_views)
         return NEVER
 
     def _finish_views(self) -> None:
         dead = []
-        while self._dead_views:  # nobody else takes from it
+        while self._dead_views:  # only this task, one at a time, takes from it
             dead.append(self._dead_views.popleft())
         try:
             for device in {self._segments.devices[ticket.device] for ticket in dead}:
@@ -239,8 +239,8 @@ class DeviceLink:
                 self.drop(ticket)
         finally:
             self._settling = False
-        if self._dead_views:  # looked at last: the ticks that they asked for may have found the flag set
-            self._node.on_release(False)
+        if self._dead_views:  # they died meanwhile, and the look that they asked for may have found the flag set
+            self._node.host.on_release(False)
 
     @property
     def has_releases(self) -> bool:
@@ -249,50 +249,55 @@ class DeviceLink:
 
     @property
     def is_worth_releasing(self) -> bool:
-        """Is there so much to give back that a message should take it along? Less waits for a timer, or for more."""
+        """Is there enough to give back ahead of the next message? Less waits for a timer, or for more."""
         return self._owed_bytes >= WORTH_RELEASING_BYTES or len(self._released) >= WORTH_RELEASING_BLOCKS
 
     def take_releases(self) -> list[tuple[int, int]]:
-        """What to give back now."""
+        """Take the blocks that are to be given back now."""
         self._owed_bytes = 0
         released: list[tuple[int, int]] = []
         try:
             while True:
                 released.append(self._released.popleft())
-        except IndexError:  # perhaps another thread took the last one
+        except IndexError:  # at the end, or another thread took the last one
             return released
 
     def on_released(self, message: messages.DeviceBlocksReleased) -> None:
-        """The peer gives back what we lent; on any thread."""
+        """The peer gives back blocks of ours; on any thread."""
         wrong = self._node.pool.release(message.blocks, self._peer)
         if wrong and not self._logged:
             self._logged = True
             logger.warning("%s released %d blocks of device memory that it does not hold", self._peer.info.name, wrong)
 
     def on_retired(self, message: messages.DeviceSegmentRetired) -> None:
-        """The peer gave up a segment of its own."""
+        """The peer has given up a segment of its own."""
         self._segments.retire(message.segment_id)
 
     def forget_segments(self) -> None:
-        """All work everywhere is done: let the peer have its memory back before it ends."""
+        """Close the peer's memory before the peer ends: all work of the group is done."""
         self._segments.close()
-        with self._borrowers_lock:
-            self._is_over = True
-            borrowers = list(self._borrowers)
-        for borrower in borrowers:
+        for borrower in self._end_borrowing():
             borrower.close()
 
     def borrow(self, borrower: Borrower) -> bool:
-        """``borrower`` has memory of the peer's open beside messages, until the peer ends. False: it has ended."""
+        """Note that ``borrower`` keeps memory of the peer's open until the peer ends. False: the peer has ended."""
         with self._borrowers_lock:
             if not self._is_over:
                 self._borrowers.add(borrower)
             return not self._is_over
 
+    def _end_borrowing(self) -> list[Borrower]:
+        with self._borrowers_lock:
+            self._is_over = True
+            return list(self._borrowers)
+
     def close(self) -> None:
-        """The peer is gone."""
+        """The peer is gone; on the I/O thread."""
         self._node.pool.release_all(self._peer, monotonic())
-        self.forget_segments()
+        self._segments.close()
+        # On a worker: torch blocks until a stream's work is done before it closes such memory.
+        for borrower in self._end_borrowing():
+            self._node.host.write_later(borrower.close)
 
     # ------------------------------------------------------------------ finding the way
 
@@ -304,7 +309,7 @@ class DeviceLink:
             return
         memory = self._api.allocate(device, TRIED_BYTES)
         if memory is None:
-            return  # to be tried again
+            return  # no memory now: the next tensor tries again
         self._ways[device] = memory
         try:
             _, handle = self._api.make_event(device)
@@ -316,7 +321,7 @@ class DeviceLink:
         peer.control(messages.DeviceTried(device, name, opener))
 
     def on_tried(self, message: messages.DeviceTried) -> None:
-        """The peer asks. On a worker: the first look at a device takes a moment."""
+        """Try to open memory of the peer's, and answer. On a worker: the first use of a device takes a while."""
         why_not = ""
         try:
             device = self._api.find(message.name)
@@ -335,7 +340,7 @@ class DeviceLink:
         self._peer.control(messages.DeviceOpened(message.device, why_not))
 
     def on_opened(self, message: messages.DeviceOpened) -> None:
-        """The peer's answer."""
+        """The peer's answer to `DeviceTried`."""
         if message.why_not:
             self._refused(message.device, message.why_not)
         else:
@@ -350,12 +355,12 @@ class DeviceLink:
 
 
 class LocalDeviceLink(DeviceLink):
-    """This node's own devices, for calls to itself: what is sent is cloned on the device and fetched by a number."""
+    """This node's own devices, for calls to itself: a tensor is copied on the device, and its ticket is a number."""
 
-    def __init__(self, node: LinksNode, peer: Peer, pairs: Mapping[str, str], automatic: bool) -> None:
-        super().__init__(node, peer, pairs, automatic)
+    def __init__(self, node: LinksNode, peer: Peer, pairs: Mapping[str, str], *, automatic: bool) -> None:
+        super().__init__(node, peer, pairs, automatic=automatic)
         self.learn(pairs, automatic)
-        self._held: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._held: dict[int, tuple[torch.Tensor, Any]] = {}  # under the lock: copies, each with the event of its copy
         self._next_number = 0
         self._held_lock = threading.Lock()
 

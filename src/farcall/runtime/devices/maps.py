@@ -1,7 +1,7 @@
-"""Which device here goes to which device there: what members say about it at the start, and what must be so.
+"""Device maps, from local devices to a peer's devices: each member's wishes at the start, and the rules for them.
 
-Pure functions over names such as "cuda:0"; nothing here looks at a device but `wishes_of`, and only where the options
-name some. The texts of the errors are those of torch.distributed.rpc, which programs and its tests look for.
+Pure functions over names such as "cuda:0"; only `wishes_of` looks at devices, and only if the options name some. The
+error texts are those of torch.distributed.rpc, because programs and its tests match them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from farcall.options import RpcBackendOptions
 
 
 class DeviceWishes(msgspec.Struct, frozen=True):
-    """What one member says about devices."""
+    """The devices and maps that one member asks for, and how many CUDA devices it has."""
 
     count: int
     maps: dict[str, dict[str, str]]
@@ -24,7 +24,7 @@ class DeviceWishes(msgspec.Struct, frozen=True):
 
 
 def wishes_of(options: RpcBackendOptions) -> DeviceWishes | None:
-    """What the options say; None: nothing."""
+    """The wishes in the options; None: they name no device."""
     if not options.names_devices:
         return None
     maps = {peer: dict(pairs) for peer, pairs in options.device_maps.items()}
@@ -32,7 +32,7 @@ def wishes_of(options: RpcBackendOptions) -> DeviceWishes | None:
 
 
 def check_device_maps(members: Mapping[str, DeviceWishes | None], is_static: bool = True) -> None:
-    """Raise ``BadDeviceMap``, alike at every member, where maps cannot be."""
+    """Raise ``BadDeviceMap``, the same at every member, for maps that cannot work."""
     for name, wishes in members.items():
         if wishes is None:
             continue
@@ -65,7 +65,7 @@ def _check_pairs(
     sides = (("source", tuple(pairs), wishes), ("target", tuple(pairs.values()), theirs))
     for side, named, said in sides:
         if said is None:
-            continue  # it says nothing about devices: it will say so if it has none of that name
+            continue  # unknown: that member refuses later, if it has no device of that name
         if said.devices:
             if not set(named) - {"cpu"} <= set(said.devices):
                 raise BadDeviceMap(
@@ -84,5 +84,5 @@ def _are_valid(devices: Sequence[str], count: int) -> bool:
 
 
 def reversed_map(pairs: Mapping[str, str]) -> dict[str, str]:
-    """From there to here."""
+    """The map in the opposite direction."""
     return {target: source for source, target in pairs.items()}

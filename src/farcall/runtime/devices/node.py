@@ -1,13 +1,13 @@
-"""The devices of one node: which they are, the pool to send from, the streams, and each peer's `DeviceLink`.
+"""The devices of one node: their list, the memory pool to send from, the streams, and each peer's `DeviceLink`.
 
-`NodeDevices` exists only where the options, or a peer, say something about devices.
+A node makes `NodeDevices` only if its options, or a peer, name devices.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -17,40 +17,32 @@ from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.runtime.devices.links import DeviceLink, LocalDeviceLink
 from farcall.runtime.devices.streams import CallStreams, StreamPool
+from farcall.runtime.peers.host import Host
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.serialize import map_cpu_tensors
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 DEVICE_BUSY_WAIT_S = 500e-6
-"""A call with something on a device takes longer than others, and what was asleep meanwhile is slow at first."""
+"""How long to busy-wait: a call that uses a device takes longer, and a thread that slept meanwhile is slow at first."""
 
 
 class NodeDevices:
-    """The devices of one node."""
+    """The devices of one node. Mutable, under the lock: ``_named`` and ``devices``, which grow with peers' maps."""
 
-    def __init__(
-        self,
-        name: str,
-        options: RpcBackendOptions,
-        on_release: Callable[[bool], None],
-        run_later: Callable[[Callable[[], None]], None],
-        api: DeviceApi | None = None,
-    ) -> None:
-        """``on_release(urgent)`` wakes the sender of releases; ``run_later`` runs long work on a worker."""
-        self.name = name
-        self.options = options
-        self.api: DeviceApi | CudaApi = api or CudaApi()
+    def __init__(self, name: str, options: RpcBackendOptions, host: Host) -> None:
+        self.name: str = name
+        self.options: RpcBackendOptions = options
+        self.host: Host = host
+        self.api: DeviceApi = CudaApi()
         self.pool: DevicePool = DevicePool(self.api, options.memory.device_memory_limit_bytes)
-        self.stream_pool: StreamPool = StreamPool(lambda: self.devices)
-        self.answers: StreamPool = StreamPool(lambda: self.devices, ordered=False)
-        """For answers that nobody's stream waits for yet."""
-        self.on_release = on_release
-        self.run_later = run_later
+        self.devices: list[torch.device] = []
+        """The devices that maps lead from or to. Always the same list object: the stream pools hold it, too."""
+        self.stream_pool: StreamPool = StreamPool(self.devices)
+        self.answers: StreamPool = StreamPool(self.devices, ordered=False)
+        """Streams for reading answers that no thread waits for yet."""
         self._lock = threading.Lock()
         self._named: set[str] = set(options.devices)
-        self.devices: list[torch.device] = []
-        """What maps lead from or to; always the same list."""
         for pairs in options.device_maps.values():
             self._named.update(pairs)
             if pairs.get("cpu", "cpu") != "cpu":
@@ -60,42 +52,45 @@ class NodeDevices:
         self._list()
 
     def add(self, names: Sequence[str]) -> None:
-        """A peer's map leads to these devices of ours."""
+        """Use these devices, too: a peer's map leads to them."""
         with self._lock:
             self._named.update(names)
             self._list()
 
     def _list(self) -> None:
+        """List the named devices that exist here, in place."""
         count = torch.cuda.device_count()
         found = (torch.device(name) for name in sorted(self._named - {"cpu"}))
         self.devices[:] = sorted((device for device in found if device.index < count), key=lambda device: device.index)
 
     def meet(self, peer: Peer) -> None:
-        """Make ``peer.devices``, if our map or an automatic one leads to it, and tell it so."""
-        pairs = self.options.device_maps.get(peer.info.name, {})
-        automatic = self.options.automatic_device_maps and not pairs
+        """If a map of ours leads to ``peer``: make ``peer.devices`` and send the map to the peer."""
+        pairs, automatic = self._map_to(peer)
         if not pairs and not automatic:
             return
         if isinstance(peer, RemotePeer):
             self.link(peer)
             peer.control(messages.DevicesMapped(list(pairs.items()), automatic))
         elif peer.devices is None:
-            peer.devices = LocalDeviceLink(self, peer, pairs, automatic)
+            peer.devices = LocalDeviceLink(self, peer, pairs, automatic=automatic)
             self.add(list(pairs.values()))
 
     def link(self, peer: RemotePeer) -> DeviceLink:
-        """What messages to and from ``peer`` use."""
+        """The `DeviceLink` of ``peer``, made at first use."""
         with self._lock:
             if peer.devices is None:
-                pairs = self.options.device_maps.get(peer.info.name, {})
-                automatic = self.options.automatic_device_maps and not pairs
-                peer.devices = DeviceLink(self, peer, pairs, automatic)
+                pairs, automatic = self._map_to(peer)
+                peer.devices = DeviceLink(self, peer, pairs, automatic=automatic)
                 peer.link.incoming.look_for(DEVICE_BUSY_WAIT_S)
             link: DeviceLink = peer.devices
             return link
 
+    def _map_to(self, peer: Peer) -> tuple[Mapping[str, str], bool]:
+        pairs = self.options.device_maps.get(peer.info.name, {})
+        return pairs, self.options.automatic_device_maps and not pairs
+
     def on_mapped(self, peer: RemotePeer, message: messages.DevicesMapped) -> None:
-        """A peer's map to us; on the thread that reads, before anything that came behind it."""
+        """Use a peer's map to us. On the reading thread, before the messages that need the map are handled."""
         pairs = dict(message.pairs)
         self.link(peer).learn(pairs, message.automatic)
         if pairs.get("cpu", "cpu") != "cpu" or "cpu" in pairs.values():
@@ -106,9 +101,9 @@ class NodeDevices:
         self.add(names)
 
     def on_default_streams(self, function: Callable[[], None]) -> None:
-        """Run ``function`` on the default stream of each device, behind and before what is on the current ones.
+        """Run ``function`` on the default streams, after the work on the current streams and before their next work.
 
-        All of distributed autograd's own work runs so, on whatever thread: that orders it.
+        Distributed autograd does all of its own work there, on whatever thread, and so in order.
         """
         if all(current_stream_id(device.index)[0] == DEFAULT_STREAM for device in self.devices):
             function()
@@ -122,18 +117,18 @@ class NodeDevices:
             self.follow_default_streams()
 
     def follow_default_streams(self) -> None:
-        """Have the current streams wait for what is on the default ones."""
+        """Make the current streams wait for the work on the default streams."""
         for device in self.devices:
             if current_stream_id(device.index)[0] != DEFAULT_STREAM:
                 current_stream(device.index).wait_stream(torch.cuda.default_stream(device))
 
     def handle(self, peer: RemotePeer, message: messages.Message) -> None:
-        """A control message about devices; on the thread that reads, in order."""
+        """Handle a control message about devices; on the reading thread, in order."""
         if isinstance(message, messages.DevicesMapped):
             self.on_mapped(peer, message)
         elif isinstance(message, messages.DeviceTried):
             link = self.link(peer)
-            self.run_later(lambda: link.on_tried(message))
+            self.host.write_later(lambda: link.on_tried(message))
         elif isinstance(message, messages.DeviceOpened):
             self.link(peer).on_opened(message)
         elif isinstance(message, messages.DeviceBlocksReleased):
@@ -142,14 +137,14 @@ class NodeDevices:
             self.link(peer).on_retired(message)
 
     def trim(self, now: float) -> None:
-        """Give back what was not used for long."""
+        """Free memory that has been unused for long, and have the peers that opened it close it."""
         for segment_id, peers in self.pool.trim(now):
             for peer in peers:
                 if isinstance(peer, RemotePeer):
                     peer.control(messages.DeviceSegmentRetired(segment_id))
 
     def stats(self) -> PoolStats:
-        """What is held for sending, in bytes."""
+        """How much memory the node holds for sending."""
         return self.pool.stats()
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Calls that may block for good, deaf to Ctrl-C, run so that their caller does not.
+"""Calls that may block for ever, deaf to Ctrl-C, run on another thread so that their caller does not.
 
-Seen with torch 2.13: connecting to a port where something other than a store listens.
+Seen with torch 2.13: a store's client connects to a port where something other than a store listens.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from farcall.errors import InitError
 from farcall.runtime.io.sigint import Gate
 
 GRACE_S = 2.0
-"""What a store that has stopped answering may take beyond its time."""
+"""How much longer than its timeout a store that has stopped answering may take."""
 T = TypeVar("T")
 
 
 class Unanswered(InitError):
-    """It took longer than it may."""
+    """The call did not return in time."""
 
 
 def in_bounded_time(function: Callable[[threading.Event], T], timeout_s: float, place: str) -> T:
-    """The result of ``function(cancelled)``, run on a thread of its own; raises what it raises, or ``Unanswered``.
+    """The result of ``function(cancelled)``, run on its own thread; raises the function's error, or ``Unanswered``.
 
-    ``cancelled`` is set where nobody waits for it any more. ``place`` is the store's, for the error.
+    ``cancelled`` is set once nobody waits for the result. ``place`` is the store's address, for the error.
     """
     cancelled = threading.Event()
     done = Gate()
@@ -44,15 +44,16 @@ def in_bounded_time(function: Callable[[threading.Event], T], timeout_s: float, 
         thread.start()
         answered = done.wait(max(0.0, timeout_s) + GRACE_S)
     except BaseException:
-        # Ctrl-C: the others should learn it from us, if that takes no time.
+        # Ctrl-C: give the function a moment to tell the other members.
         cancelled.set()
         done.wait(GRACE_S)
         raise
     if not answered:
         cancelled.set()
         raise Unanswered(
-            f"the store at {place} does not answer. Check that its process is alive. If another program uses that "
-            "port, choose another one (MASTER_PORT, or the url) for all workers"
+            f"the store at {place} does not answer. Check that its process is alive; if another program uses that "
+            "port, choose another one (MASTER_PORT, or the url) for all workers. A very busy machine or file system "
+            "needs a longer start_timeout_s"
         )
     thread.join()
     if failure:

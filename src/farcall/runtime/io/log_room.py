@@ -1,7 +1,7 @@
-"""Log lines of the I/O thread are left out rather than waited for, where nobody reads what a process prints.
+"""Log lines of the I/O thread: dropped, where writing them would block.
 
-A pipe that is full (a parent that does not read its child's stderr) blocks whoever writes to it; the I/O thread would
-stand still, and the node with it. All other threads write as ever.
+A full pipe (a parent that does not read its child's stderr) blocks every writer; the I/O thread would stand still, and
+the node with it. All other threads write as usual.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _HAS_POLL = hasattr(select, "poll")
 
 
 class LogRoom(logging.Filter):
-    """A filter of the logger ``farcall``. Mutable: how many lines were left out since one was written."""
+    """A filter of the logger ``farcall``. Mutable: how many lines were dropped since the last written one."""
 
     def __init__(self) -> None:
         super().__init__()
         self._left_out = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """May ``record`` be written without a wait?"""
+        """Can ``record`` be written without blocking the I/O thread?"""
         if reading.loop is None or not _HAS_POLL:
             return True
         if not all(map(_has_room, _streams(logging.getLogger(record.name)))):
@@ -54,7 +54,7 @@ def _descriptor(handler: logging.Handler) -> Iterator[int]:
     try:
         yield stream.fileno()  # type: ignore[union-attr]
     except (AttributeError, OSError, ValueError):
-        return  # it writes elsewhere, and not to a pipe
+        return  # the handler does not write to a descriptor
 
 
 def _has_room(descriptor: int) -> bool:

@@ -1,19 +1,19 @@
-"""The I/O thread: sockets, timers and everything that must never wait for user code.
+"""The I/O thread: sockets, timers and everything else that must never wait for user code.
 
 Owns the poller and one thread. Knows nothing of frames, calls or peers: it calls handlers.
 
 Thread rules
 - Handlers, ``call_soon`` functions and timers run on the I/O thread, and none of them may block or run user code.
-- ``call_soon``, ``timer``, ``watch``, ``silence``, ``listen`` and ``forget`` may be called from any thread. What a
-  ``call_soon`` function asks for in turn comes behind timers and descriptors: long work is cut up that way.
-- ``silence`` and ``listen`` change what the poller reports while it sleeps, without waking it: that is how a thread
-  that waits for its own answer reads the socket itself and leaves the I/O thread asleep. Only epoll can do that;
-  elsewhere ``can_silence`` is False and the I/O thread reads everything.
-- Timers are called when they are due (`timers.py`). Before each sleep the ``before_sleep`` hooks run: what they wake
-  finds the interpreter free, which it would not if it were woken in the middle of our work.
-- Code that finds itself about to block on the I/O thread (a future's callback that makes a blocking call) first gives
-  the role away with ``hand_over``: a fresh thread goes on, and the old one ends when it comes back. The standby
-  thread does the same to a user function that was expected to be quick and is not (`reader.py`).
+- Any thread may call ``call_soon``, ``timer``, ``watch``, ``silence``, ``listen`` and ``forget``. A function that a
+  ``call_soon`` function queues in turn runs after timers and descriptors: long work is cut up that way.
+- ``silence`` and ``listen`` change what the poller reports while it sleeps, without waking it up: so a thread that
+  waits for its own answer reads the socket itself and leaves the I/O thread asleep. Only epoll can do that; elsewhere
+  ``can_silence`` is False and the I/O thread reads everything.
+- Timers are called when they are due (`timers.py`). Before each sleep the ``before_sleep`` hooks run: threads that they
+  wake up find the interpreter free. Woken up in the middle of our work, they would have to wait for it.
+- Code about to block on the I/O thread (a future's callback that makes a blocking call) first gives the role away with
+  ``hand_over``: a fresh thread goes on, and the old one ends when it comes back. The standby thread does the same to a
+  user function that was expected to be quick and is not (`reader.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import selectors
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from time import monotonic
 
 from farcall.runtime.io.busy_wait import BusyWait
@@ -40,20 +41,22 @@ logger.addFilter(LogRoom())
 _HAS_EPOLL = hasattr(select, "epoll")
 READ = 1
 WRITE = 4 if _HAS_EPOLL else 2
-"""As the poller has them: EPOLLIN and EPOLLOUT, or those of `selectors`."""
+"""The poller's own values: EPOLLIN and EPOLLOUT, or those of `selectors`."""
 DEMAND_S = 0.02
-"""After it was in demand, the I/O thread leaves what takes a while to others for so long."""
+"""How long the I/O thread, once in demand, leaves brief functions to other threads."""
+HANDED_OVER_S = 30.0
+"""The longest that a thread that lost the role waits for the standby thread to hand it over, which takes a moment."""
 LONGEST_SLEEP_S = 3600.0
-"""No poller takes infinity."""
+"""A bound for the poller, which does not take infinity."""
 
 EventHandler = Callable[[int], None]
 _get_ident = threading.get_ident
 
 
 class _Selector:
-    """What is used of ``select.epoll``, for systems without it.
+    """The methods of ``select.epoll`` that the loop uses, for systems without it.
 
-    Interest changes take effect at the next sleep, so the loop is woken.
+    A change of interest takes effect at the next sleep only, so the loop must be woken up after it.
     """
 
     def __init__(self) -> None:
@@ -89,7 +92,10 @@ class _Selector:
 
 
 class Loop:
-    """One I/O thread with its poller."""
+    """One I/O thread with its poller.
+
+    Mutable: the handlers and interests of descriptors, the functions to call soon, and which thread has the role.
+    """
 
     def __init__(self, name: str, busy_wait_s: float = 0.0) -> None:
         self._spin = BusyWait(busy_wait_s)
@@ -108,22 +114,22 @@ class Loop:
         self._poller.register(self._wake_read, READ)
         self._name = f"farcall-io-{name}"
         self._ident = 0
-        self._waited_for = 0  # how often in a row somebody did, see look_who_waits
+        self._waited_for = 0  # how often in a row `look_who_waits` found another descriptor waiting
         self.in_demand_until: float = 0.0
-        """Until then the I/O thread leaves what takes a while to others."""
+        """Until then the I/O thread leaves brief functions to other threads."""
         self._former: list[threading.Thread] = []
-        self.on_thread_start: Callable[[], None] = lambda: None
-        """Called first on each thread that becomes the I/O thread."""
-        self.on_death: Callable[[BaseException], None] = lambda error: None
-        """Called on the I/O thread, which ends with ``error``: nothing is read, and no timer runs, from now on."""
+        self._role = threading.Condition(threading.Lock())  # guards ``_thread`` and ``_stays``
+        self._stays: threading.Thread | None = None  # a thread that could get no successor, and keeps the role
+        self._on_thread_start: Callable[[], None] = lambda: None
+        self._on_death: Callable[[BaseException], None] = lambda error: None
         self.standby: Standby = Standby(name)
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         close_in_children(self)
 
     def look_who_waits(self, served: int | None) -> None:
-        """On the I/O thread, which has done something for ``served`` that took a while: does another one wait now?
+        """On the I/O thread, after a task of descriptor ``served`` that took a while: does another descriptor wait now?
 
-        Once may be chance; twice in a row is a crowd.
+        Once may be chance; twice in a row means that the thread is in demand.
         """
         found = self._poller.poll(0.0)
         if not found or (len(found) == 1 and found[0][0] == served):
@@ -133,8 +139,17 @@ class Loop:
         if self._waited_for >= 2:
             self.in_demand_until = monotonic() + DEMAND_S
 
-    def start(self) -> None:
-        """Start the I/O thread."""
+    def start(
+        self,
+        on_thread_start: Callable[[], None] = lambda: None,
+        on_death: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        """Start the I/O thread.
+
+        Each thread that takes the role, also later, first calls ``on_thread_start``. A thread that ends with an error
+        calls ``on_death``: nothing is read, and no timer runs, from then on.
+        """
+        self._on_thread_start, self._on_death = on_thread_start, on_death
         self._thread.start()
 
     def on_thread(self) -> bool:
@@ -142,26 +157,38 @@ class Loop:
         return _get_ident() == self._ident
 
     def hand_over(self) -> None:
-        """Let a fresh thread be the I/O thread from now on; the old one ends when it comes back to the loop."""
+        """Make a fresh thread the I/O thread; the old one ends when it comes back to the loop.
+
+        If no thread can be started, the old one goes on when it comes back.
+        """
         self.retire()
-        self._former = [thread for thread in self._former if thread.is_alive()] + [self._thread]
-        self._ident = 0
-        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-        self._thread.start()
+        with self._role:
+            self._ident = 0
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.error("nobody can take the place of the I/O thread %s while it waits: %s", self._name, error)
+                self._stays = self._thread
+            else:
+                self._former = [former for former in self._former if former.is_alive()] + [self._thread]
+                self._thread = thread
+            self._role.notify_all()
 
     def retire(self) -> None:
-        """The calling thread is not the I/O thread any more, even if its successor has not been named yet."""
+        """The calling thread is not the I/O thread any more, even if it has no successor yet."""
         if reading.loop is self:
             reading.loop = None
 
     def timer(self, callback: Callback) -> Timer:
-        """A timer whose ``callback(now)`` runs on the I/O thread; it is due when its ``at`` says so."""
+        """A timer whose ``callback(now)`` runs on the I/O thread, at the time set with ``at``."""
         return self._timers.timer(callback)
 
     def before_sleep(self, hook: Callable[[], bool]) -> None:
         """Call ``hook`` on the I/O thread before each sleep; it must be quick.
 
-        It says whether other threads have work to do now: then this one leaves the interpreter to them.
+        It returns whether other threads have work now: then the I/O thread leaves them the interpreter at once,
+        without busy waiting.
         """
         self._before_sleep.append(hook)
 
@@ -175,7 +202,7 @@ class Loop:
             self.wake()
 
     def forget(self, descriptor: int) -> None:
-        """Stop watching; to be called before the descriptor is closed."""
+        """Stop watching. Call this before closing the descriptor: its number may be reused at once."""
         with self._interest_lock:
             if self._handlers.pop(descriptor, None) is not None:
                 del self._interest[descriptor]
@@ -185,7 +212,7 @@ class Loop:
             self.wake()
 
     def silence(self, descriptor: int) -> None:
-        """Stop reporting readability: the calling thread reads it itself for a while."""
+        """Stop reporting readability: the calling thread reads the descriptor itself for a while."""
         with self._interest_lock:
             before = self._interest.get(descriptor)
             if before is not None and before & READ and self._wake_read >= 0:
@@ -226,22 +253,24 @@ class Loop:
         self.wake()
 
     def wake(self) -> None:
-        """End the loop's sleep. Needs no lock, so destructors and signal handlers may call it."""
+        """End the loop's sleep. Takes no lock, so destructors and signal handlers may call it."""
         if _get_ident() == self._ident:
-            return  # awake already: it looks again before it sleeps
+            return  # the I/O thread itself: it looks at ``_soon`` and its timers before it sleeps
         try:
             os.write(self._wake_write, b"\0")
         except (BlockingIOError, OSError):
-            pass  # a full pipe wakes as well, and a closed one has nobody to wake
+            pass  # a full pipe ends the sleep as well, and behind a closed one nobody sleeps
 
     def look_for(self, limit_s: float) -> None:
-        """Look for so long before sleeping, where looking is allowed at all."""
+        """Busy-wait for up to ``limit_s`` before sleeping, if busy waiting is on at all."""
         self._spin.look_for(limit_s)
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End the thread and close the poller. Idempotent."""
         self._running = False
         self.wake()
+        with self._role:
+            self._role.notify_all()
         self.standby.stop()
         for thread in self._former:
             if thread is not threading.current_thread():
@@ -255,7 +284,7 @@ class Loop:
 
     def _close(self) -> None:
         if self._wake_read >= 0:
-            with contextlib.suppress(OSError):  # where somebody else has closed them
+            with contextlib.suppress(OSError):  # user code may have closed descriptors that are not its own
                 self._poller.close()
                 os.close(self._wake_read)
                 os.close(self._wake_write)
@@ -269,18 +298,37 @@ class Loop:
     def _run(self) -> None:
         try:
             self._serve()
+            while self._goes_on():
+                self._serve()
         except BaseException as error:
-            # The poller itself fails, as where a function of the user's has closed descriptors that are not its own.
+            # The poller itself fails, for example after a user function closed descriptors that are not its own.
             if self._running:
                 logger.error("the I/O thread %s ends: %s", self._name, error)
                 self._running = False
-                self.on_death(error)
+                self._on_death(error)
+        finally:
+            self.standby.forget()
+
+    def _goes_on(self) -> bool:
+        """On a thread that lost the role: must it go on, since no other thread could be started?
+
+        Waits for the answer: the standby thread may have taken the role away and not handed it over yet. A thread that
+        went on at once would then be one of two I/O threads.
+        """
+        me = threading.current_thread()
+        with self._role:
+            self._role.wait_for(lambda: self._thread is not me or self._stays is me or not self._running, HANDED_OVER_S)
+            goes_on = self._stays is me and self._running
+            if goes_on:
+                self._stays = None
+        return goes_on
 
     def _serve(self) -> None:
         self._ident = _get_ident()
         reading.loop = self
-        self.on_thread_start()
+        self._on_thread_start()
         timers = self._timers
+        look = partial(self._poller.poll, 0.0)
         while self._running and reading.loop is self:
             now = monotonic()
             if timers.named or now >= timers.next_due:
@@ -297,7 +345,7 @@ class Loop:
             if others_work or timeout_s == 0.0:
                 found = self._poller.poll(timeout_s)
             else:
-                found = self._spin.wait(self._poller.poll, now, timeout_s)
+                found = self._spin.wait(look, self._poller.poll, now, timeout_s)
             for descriptor, flags in found:
                 if descriptor == self._wake_read:
                     self._drain_wakes()
@@ -305,18 +353,18 @@ class Loop:
                 handler = self._handlers.get(descriptor)
                 if handler is not None:
                     try:
-                        # Errors and the peer's end count as something to read: reading tells what they are.
+                        # Report errors and the peer's end as readable: the read finds out what they are.
                         handler(flags & WRITE | (READ if flags & ~WRITE else 0))
                     except Exception:
                         logger.exception("an I/O handler failed; please report this")
                     if reading.loop is not self:
-                        return  # handed over: what else the poller said, it says again to the new thread
+                        return  # handed over: the poller reports the other descriptors again, to the new thread
             for _ in range(len(self._soon)):
-                # No more than are there now: what these ask for in turn comes behind timers and sockets.
+                # Only the functions queued now: those that they queue in turn run after timers and sockets.
                 try:
                     self._soon.popleft()()
                 except Exception:
-                    # A bug of ours; it must not end the thread that everybody depends on.
+                    # A bug in farcall must not end the thread that the whole node depends on.
                     logger.exception("an I/O handler failed; please report this")
                 if reading.loop is not self:
                     return

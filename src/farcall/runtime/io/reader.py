@@ -1,15 +1,16 @@
-"""Who reads a link: the role of the reader, how a thread gives it up, and how it is taken away.
+"""The role of a link's reader: how a thread gives it up, and how it is taken away.
 
-Reading a link is a role that one thread has at a time. A reader must not block: frames behind the one it handles may be
-what it would wait for. So everything in farcall that is about to wait calls ``stop_reading`` first.
+One thread at a time reads a link. It must not block: the frame that it would wait for may be behind the one that it
+handles. So everything in farcall that is about to wait calls ``stop_reading`` first.
 
-A hop to a worker thread costs more than most functions that take microseconds. So a request whose function was quick
-when it last ran is run by the I/O thread itself, and an answer without Python callbacks is unpickled, and its future
-completed, by the thread that read it. The rule that control messages never wait for user code still holds: a standby
-thread looks in every LOOK_S, and when a reader has been busy with one thing for longer than that, another thread reads
-on. The old one finishes what it does, and is a reader no more.
+A hop to a worker thread costs more than a function that takes microseconds. So the I/O thread itself runs a request
+whose function was quick when it last ran, and the thread that read an answer without Python callbacks unpickles it and
+completes its future. The rule that control messages never wait for user code still holds: a standby thread checks every
+LOOK_S, and when a reader has been busy with one thing for longer than that, another thread reads on. The old reader
+finishes what it does, and has lost the role.
 
-Who owns the role meanwhile is decided by a `Watch`, a list with one item: popping it is atomic.
+A `Watch`, a list with one item, decides who owns the role meanwhile: popping it is atomic. A thread has one watch and
+uses it for one frame after the other.
 
     popped by                               then
     the reader, done with its frames        it goes on
@@ -33,39 +34,43 @@ _get_ident = threading.get_ident
 
 
 class Readable(Protocol):
-    """A link, as far as its reader is concerned."""
+    """A link, as its reader sees it."""
 
     def end_reading(self) -> None:
         """Let another thread read on."""
 
 
 class ReadingLoop(Protocol):
-    """A loop whose I/O thread reads all links that nobody else reads."""
+    """A loop whose I/O thread reads all links that have no other reader."""
 
     def on_thread(self) -> bool:
-        """Is the caller its I/O thread?"""
+        """Is the caller the loop's I/O thread?"""
 
     def hand_over(self) -> None:
-        """Let a fresh thread be the I/O thread from now on."""
+        """Make a fresh thread the I/O thread."""
 
 
 class Replaceable(Protocol):
-    """A reader's link, as far as the standby thread is concerned."""
+    """A reader's link, as the standby thread sees it."""
 
     def pass_on(self) -> None:
         """Let another thread read on. Called by the standby thread."""
 
 
 class Watch(list[Replaceable]):
-    """The watch over a reader that is busy with one thing; empty once somebody has claimed the role."""
+    """The watch over one thread; empty while that is not busy, and once a thread has claimed the role.
 
-    __slots__ = ("since",)
+    The thread sets ``since``, then appends. So the standby thread never compares with the time of an earlier frame.
+    """
+
+    __slots__ = ("since", "standby")
 
     since: float
+    standby: Standby
 
 
 def claim(watch: Watch) -> bool:
-    """Decide who has the role; False if that is decided already."""
+    """Claim the role for the calling thread; False if another thread has claimed it."""
     try:
         watch.pop()
     except IndexError:
@@ -74,13 +79,14 @@ def claim(watch: Watch) -> bool:
 
 
 class _Reading(threading.local):
-    """What the calling thread reads: one link, or, as the I/O thread of a loop, all that nobody else does.
+    """What the calling thread reads: one link, or, as the I/O thread of a loop, all links without another reader.
 
-    ``watch``: over the function that the thread runs meanwhile.
+    ``watch`` is over the function that the thread runs meanwhile; ``idle_watch`` is the same object, to be used again.
     """
 
     link: Readable | None = None
     watch: Watch | None = None
+    idle_watch: Watch | None = None
     loop: ReadingLoop | None = None
 
 
@@ -88,7 +94,7 @@ reading: _Reading = _Reading()
 
 
 def in_event_loop() -> bool:
-    """Does an event loop of asyncio's run on this thread? Whoever waits here holds up all that runs on it."""
+    """Does an asyncio event loop run on this thread? A wait here would hold up all tasks of that loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -97,15 +103,15 @@ def in_event_loop() -> bool:
 
 
 def stop_reading() -> None:
-    """To be called by a thread about to block: if it reads, somebody else must read on."""
+    """To be called by a thread about to block: if it is a reader, another thread must read on."""
     link = reading.link
     if link is not None:
-        # Of this thread, not of the link: another one may be the I/O thread by now and run a function, too.
+        # The watch of this thread, not of the link: another thread may read the link by now, under a watch of its own.
         watch = reading.watch
         if watch is not None:
             reading.watch = None
             if not claim(watch):
-                # Taken away already: another thread reads on, and one that was the I/O thread has a successor.
+                # The role was taken away: another thread reads on, and if this was the I/O thread, it has a successor.
                 reading.link = reading.loop = None
                 return
         link.end_reading()
@@ -115,7 +121,10 @@ def stop_reading() -> None:
 
 
 class Standby:
-    """The watch over the readers of one node. Its thread is started at first use and sleeps while nothing runs."""
+    """The watch over the readers of one node. Its thread starts at first use and sleeps while no reader is busy.
+
+    Mutable: the watches of busy readers, and whether the standby thread sleeps.
+    """
 
     def __init__(self, name: str, look_s: float = LOOK_S) -> None:
         self._name = name
@@ -123,48 +132,47 @@ class Standby:
         self._running: dict[int, Watch] = {}  # by thread
         self._wake = threading.Lock()
         self._wake.acquire()
-        self._asleep = True
+        self.asleep: bool = True
         self._ended = False
         self._thread: threading.Thread | None = None
 
     def begin(self, reader: Replaceable) -> Watch:
         """The calling thread, a reader, begins something that may take long."""
-        watch = Watch((reader,))
+        watch = reading.idle_watch
+        if watch is None or watch.standby is not self:
+            watch = reading.idle_watch = Watch()
+            watch.standby = self
+            self._running[_get_ident()] = watch
         watch.since = monotonic()
-        self._running[_get_ident()] = watch
-        if self._asleep:
-            self._rouse()
+        watch.append(reader)
+        if self.asleep:
+            self.rouse()
         return watch
 
-    def end(self, watch: Watch) -> bool:
-        """It is done. False: the role was taken away meanwhile."""
-        # `forget` and `claim`, without the calls: this is on the way of every request.
-        thread = _get_ident()
-        if self._running.get(thread) is watch:
-            self._running.pop(thread, None)
-        try:
-            watch.pop()
-        except IndexError:
-            return False
-        return True
-
     def forget(self) -> None:
-        """The calling thread is no reader any more."""
+        """The calling thread is not a reader any more: drop its watch."""
+        reading.idle_watch = None
         self._running.pop(_get_ident(), None)
 
-    def _rouse(self) -> None:
-        self._asleep = False
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name=f"farcall-standby-{self._name}", daemon=True)
-            self._thread.start()
-        else:
+    def rouse(self) -> None:
+        """Wake the standby thread, which is asleep: a reader is busy."""
+        self.asleep = False
+        if self._thread is not None:
             self._release()
+            return
+        thread = threading.Thread(target=self._look, name=f"farcall-standby-{self._name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            self.asleep = True  # no thread can be started, so none could read on either; the next reader tries again
+        else:
+            self._thread = thread
 
     def _release(self) -> None:
         try:
             self._wake.release()
         except RuntimeError:
-            pass  # released before, and not taken yet: it is about to look
+            pass  # already released, and not taken yet: the thread is about to look
 
     def _look(self) -> None:
         quiet = 0
@@ -177,19 +185,20 @@ class Standby:
             quiet = 0 if watched else quiet + 1
             if quiet > _LOOKS_BEFORE_SLEEP:
                 quiet = 0
-                # begin() sets _running before it looks at _asleep, so one of the two sees the other.
-                self._asleep = True
+                # A reader appends to its watch, then looks at ``asleep``; here the order is reversed. So one of the two
+                # sees the other.
+                self.asleep = True
                 if not any(self._running.values()):
                     self._wake.acquire()
                     continue
-                self._asleep = False
+                self.asleep = False
             self._wake.acquire(True, self._look_s)
 
     def _take_over(self, watch: Watch) -> None:
         try:
             reader = watch.pop()
         except IndexError:
-            return  # it is done this moment
+            return  # the reader has just finished
         try:
             reader.pass_on()
         except Exception:

@@ -1,10 +1,10 @@
 """Ctrl-C that never tears a frame.
 
-Threads of the user read and write sockets themselves. A ``KeyboardInterrupt`` raised between "the kernel took 700
-bytes" and "we noted that 700 bytes are gone" would leave a stream that nobody can continue. So while the main thread
-is inside such a section (``enter`` .. ``leave``: microseconds, or a bounded wait) our SIGINT handler keeps the
-signal, and ``leave`` passes it to the handler that was there before. Taking a lock is such a section, too: between
-the call that takes it and the ``try`` behind it there is room for a signal.
+User threads read and write sockets themselves. A ``KeyboardInterrupt`` raised between "the kernel took 700 bytes" and
+"we noted that 700 bytes are gone" would leave a stream that nobody can continue. So while the main thread is inside
+such a section (``enter`` .. ``leave``: microseconds, or a bounded wait) our SIGINT handler holds the signal back, and
+``leave`` passes it to the previous handler. Taking a lock is such a section, too: a signal may come between the call
+that takes the lock and the ``try`` behind it.
 
 Signal handlers run on the main thread only, so only that thread touches the state below, and it needs no lock.
 A handler that the program installs later replaces ours, and takes the risk with it: a torn link is then reported as
@@ -16,15 +16,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from math import inf
+from time import monotonic
 from types import FrameType
 from typing import Any
 
+SLICE_S = 1.0
+"""The longest time for which the main thread may miss a signal."""
 _main_thread = threading.main_thread().ident
 _get_ident = threading.get_ident
 
 
 class SigintGuard:
-    """How deep a thread is inside sections that may not be cut, and the signal that came meanwhile."""
+    """How many sections that SIGINT may not cut a thread is inside, and the signal that came meanwhile."""
 
     __slots__ = ("before", "depth", "held", "sealed", "users")
 
@@ -37,26 +41,31 @@ class SigintGuard:
 
 
 _state = SigintGuard()
-_other_threads = SigintGuard()
 
 
-def of_thread() -> SigintGuard:
-    """The shield of the calling thread; that of other threads than the main one is a dummy.
+class _Here(threading.local):
+    """The guard of the calling thread; all threads but the main one share a dummy.
 
-    To be used without calls, since the interpreter looks for signals at each one: ``depth += 1`` begins a section;
-    ``depth -= 1`` and, if something is ``held``, ``deliver()`` end it.
+    For use without function calls, since the interpreter looks for signals at each call: ``depth += 1`` begins a
+    section; ``depth -= 1`` and, if a signal is ``held``, ``deliver()`` end it.
     """
-    return _state if _get_ident() == _main_thread else _other_threads
+
+    guard: SigintGuard = SigintGuard()
+
+
+here: _Here = _Here()
+if _get_ident() == _main_thread:
+    here.guard = _state  # else `install` does it, on the main thread: before that there is no handler of ours
 
 
 def enter() -> None:
     """Begin a section that SIGINT may not cut."""
-    of_thread().depth += 1
+    here.guard.depth += 1
 
 
 def leave() -> None:
-    """End the section; a signal that came meanwhile is handled now."""
-    guard = of_thread()
+    """End the section, and handle a signal that came meanwhile."""
+    guard = here.guard
     guard.depth -= 1
     if guard.held is not None:
         deliver()
@@ -64,26 +73,26 @@ def leave() -> None:
 
 def seal() -> None:
     """Like ``enter``, but even the waits inside cannot be cut: for the end of a node, whose waits are bounded."""
-    of_thread().sealed += 1
+    here.guard.sealed += 1
 
 
 def unseal() -> None:
     """End what ``seal`` began."""
-    guard = of_thread()
+    guard = here.guard
     guard.sealed -= 1
     if guard.held is not None:
         deliver()
 
 
 def deliver() -> None:
-    """Handle the signal that is held, unless an outer section is still under way."""
+    """Handle the held signal, unless an outer section is still under way."""
     if _state.depth == _state.sealed == 0 and _state.held is not None and _get_ident() == _main_thread:
         held, _state.held = _state.held, None
         _handle(*held)
 
 
 def pause(guard: SigintGuard) -> None:
-    """Inside a section, at a point where it may be cut: let a held signal through."""
+    """At a point inside a section where SIGINT may cut it: let a held signal through."""
     if guard.held is not None:
         depth, guard.depth = guard.depth, 0
         try:
@@ -93,10 +102,14 @@ def pause(guard: SigintGuard) -> None:
 
 
 class Gate:
-    """For one thread to wait at until another opens it.
+    """A gate at which one thread waits until another opens it.
 
-    Not a ``threading.Event``: Ctrl-C in the middle of its ``wait`` can leave its inner lock taken, and whoever
-    opens it, our I/O thread, would then wait for good.
+    Not a ``threading.Event``: Ctrl-C in the middle of its ``wait`` can leave its inner lock taken, and the thread that
+    sets it, our I/O thread, would then wait for ever.
+
+    The main thread wakes up every SLICE_S. A signal ends a wait only if it interrupts the kernel's part of it. One that
+    comes a moment earlier, while the thread passes the interpreter on, or that the kernel gives to another thread, is
+    noticed at the next Python instruction.
     """
 
     __slots__ = ("_lock",)
@@ -106,15 +119,22 @@ class Gate:
         self._lock.acquire()
 
     def open(self) -> None:
-        """Let the waiting thread, or the next one to come, through. From any thread; never blocks."""
+        """Let one thread through: the waiting one, or the next. From any thread; never blocks."""
         try:
             self._lock.release()
         except RuntimeError:
-            pass  # it is open
+            pass  # already open
 
     def wait(self, timeout_s: float = -1) -> bool:
-        """Wait until it is open, and close it behind; False after ``timeout_s`` (-1: no bound)."""
-        return self._lock.acquire(True, timeout_s)
+        """Wait until the gate is open, and close it again; False after ``timeout_s`` (-1: no bound)."""
+        acquire = self._lock.acquire
+        if _get_ident() != _main_thread or 0 <= timeout_s <= SLICE_S:
+            return acquire(True, timeout_s)
+        until = monotonic() + timeout_s if timeout_s >= 0 else inf
+        while not acquire(True, max(0.0, min(SLICE_S, until - monotonic()))):
+            if monotonic() >= until:
+                return False
+        return True
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
@@ -125,9 +145,10 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def install() -> bool:
-    """Put our handler before the current one, where that can be done; True: ``uninstall`` must follow."""
+    """Put our handler before the current one, if possible; True: ``uninstall`` must follow."""
     if _get_ident() != _main_thread:
-        return False  # Python lets no other thread do that
+        return False  # Python allows this on the main thread only
+    here.guard = _state
     _state.users += 1
     current = signal.getsignal(signal.SIGINT)
     if current is not _handle and callable(current):
@@ -137,7 +158,7 @@ def install() -> bool:
 
 
 def uninstall() -> None:
-    """Put the former handler back once no node needs ours. Off the main thread ours stays: it does no harm."""
+    """Restore the previous handler once no node needs ours. Off the main thread ours stays: it does no harm."""
     _state.users = max(0, _state.users - 1)
     if _get_ident() == _main_thread and _state.users == 0 and signal.getsignal(signal.SIGINT) is _handle:
         signal.signal(signal.SIGINT, _state.before)
@@ -148,6 +169,7 @@ def _after_fork() -> None:
     """In a forked child the forking thread is the main thread, and no node needs the handler yet."""
     global _main_thread
     _main_thread = _get_ident()
+    here.guard = _state
     _state.depth = _state.sealed = _state.users = 0
     _state.held = None
 

@@ -1,1 +1,1 @@
-"""The way to one peer: its connections, and what goes over them."""
+"""The link to one peer: its connections, and the frames that go over them."""

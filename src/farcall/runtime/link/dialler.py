@@ -1,16 +1,19 @@
 """Attempts to connect: carries out a `Dial` (`protocol/connector.py`), on a thread of its own or on its caller's.
 
-Owns sockets that are not connected or not proven yet. Turns what the transports and the handshake say into an
-`Outcome`; what follows from it, the machine says.
+Owns sockets that are not connected or not proven yet. Turns the results of transports and handshakes into an `Outcome`;
+the machine decides what follows.
 
     the first of a member's addresses that answers is taken; else, of all of them,
     nobody listens within the host    NOBODY, where the lost connection was of that kind, too: a unix name may be of
                                       another network namespace
-    a host refuses a TCP port         REFUSED, where it is the host that we dialled, or that the lost connection came
-                                      from: a member that was dialled has never tried the other's address, which may
-                                      lead elsewhere from here
+    a host refuses a TCP port         REFUSED, where we were connected to that member through a dial of ours, or never,
+                                      or where it is the host that the lost connection came from: a member that was
+                                      only dialled has never tried the other's address, which may lead elsewhere from
+                                      here
     no address accepts the connection, and a host leaves one unanswered    UNANSWERED
     anything else                     SILENT: a kernel accepts connections for a process that is busy or stopped
+
+Over 400 lines: one attempt, from the address to the proof.
 """
 
 from __future__ import annotations
@@ -25,10 +28,9 @@ from typing import Final
 
 import msgspec
 
-from farcall.channel.segments import host_token
 from farcall.errors import HandshakeRefused
 from farcall.options import RpcBackendOptions, TlsOptions
-from farcall.protocol.connector import Attempt, Dial, Due, Ended, Goal, Outcome, Step, Tried
+from farcall.protocol.connector import LONGEST_ATTEMPT_S, Attempt, Dial, Due, Ended, Goal, Outcome, Step, Tried
 from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import (
     NONCE_BYTES,
@@ -54,51 +56,59 @@ from farcall.transport.tls import Tls, TlsFailed
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-BOUNDS_S = {Goal.START: (NEVER, 10.0), Goal.JOIN: (1.0, 3.0)}
-"""How long one address may take to connect, and to prove itself: a starting member has nothing better to do."""
-DEFAULT_BOUNDS_S = (1.0, 30.0)
-"""Members may be busy for long: a connection that waits to be accepted is as good as a new one."""
+BOUNDS_S = {Goal.START: (NEVER, LONGEST_ATTEMPT_S), Goal.JOIN: (1.0, 3.0)}
+"""How long one address may take to connect, and to prove itself. A starting member has nothing better to do; and where
+a thousand start on two cores, an attempt given up after 10 s was work in vain for both ends, again and again."""
+DEFAULT_BOUNDS_S = (1.0, LONGEST_ATTEMPT_S)
+FIRST_WAYS_S = 30.0
+"""The longest that an address may take to prove itself, while there is another one to try."""
 KNOCK_S = 0.01
 HOST_LOOK_S = 1.0
 HOST_SILENT_S = 3.0
-"""How often, while a member proves nothing, its host is looked for, and how long that may be silent."""
+"""How often to check a member's host while the member has not answered, and how long the host may be silent."""
 WITHIN_THE_HOST: Final = ("unix", "memory")
 _OUTCOMES = {
     RefusalReason.WRONG_PEER: Outcome.ANOTHER,
     RefusalReason.OTHER_CLUSTER: Outcome.ANOTHER,
     RefusalReason.WRONG_ADDRESS: Outcome.ANOTHER,
     RefusalReason.NOT_FARCALL: Outcome.FOREIGN,
+    RefusalReason.CROSSED: Outcome.CROSSED,
 }
 
 
-def usable_ways(member: Member, allowed: Sequence[str]) -> list[str]:
-    """The addresses of ``member`` that may work from here over ``allowed`` transports, the best first."""
-    same_host = bool(member.host_token) and member.host_token == host_token()
+def usable_ways(member: Member, allowed: Sequence[str], my_host: str) -> list[str]:
+    """The addresses of ``member`` that may work from here over ``allowed`` transports, the best first.
+
+    ``my_host``: this node's own ``host_token``, as at its start. To find it out takes a segment and two files.
+    """
+    same_host = bool(member.host_token) and member.host_token == my_host
     ways = [address for address in member.addresses if address.partition(":")[0] != "unix" or same_host]
     ways.sort(key=lambda address: not address.startswith("unix:"))
     return [way for way in ways if way.partition(":")[0] in (*allowed, "memory")]
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The member to get through to. Without a name or incarnation, any member of the cluster will do."""
+    """The member to reach. Without a name or incarnation, any member of the cluster will do."""
 
     name: str | None
     incarnation: int
     ways: Sequence[str]
     lost_kind: str = ""
-    """The kind of the connection that broke."""
+    """The transport kind of the connection that broke."""
     lost_host: str = ""
+    was_reached: bool = True
+    """Was the lost connection, or an earlier one, dialled from here? Only then do the ways surely lead to it."""
 
     @classmethod
-    def of(cls, member: Member, allowed: Sequence[str]) -> Target:
-        """A member that there was no connection to: a unix name tells only where there is no other way."""
-        ways = usable_ways(member, allowed)
+    def of(cls, member: Member, allowed: Sequence[str], my_host: str) -> Target:
+        """A member that was never connected: a unix name without a listener counts only if it has no other address."""
+        ways = usable_ways(member, allowed, my_host)
         only_unix = all(way.startswith("unix:") for way in ways)
         return cls(member.name, member.incarnation, ways, "unix" if only_unix else "")
 
 
 class Found(msgspec.Struct):
-    """What one attempt came to, with the connection if there is one."""
+    """The result of one attempt, with the connection if it made one."""
 
     outcome: Outcome
     why: str = ""
@@ -107,7 +117,7 @@ class Found(msgspec.Struct):
     error: HandshakeRefused | None = None
 
     def close(self) -> None:
-        """Nobody wants the connection."""
+        """Close the connection, if any: nobody wants it."""
         if self.transport is not None:
             self.transport.close()
             self.transport = None
@@ -127,7 +137,7 @@ class Dialler:
         tls: Tls | None = None,
         is_member: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``me`` says what is wanted. ``on_end`` is called once, on this object's thread, also where it was stopped."""
+        """``me`` states the purpose. ``on_end`` is called once, on this object's thread, even after `stop`."""
         self._dial = dial
         self._target = target
         self._me = me
@@ -137,17 +147,21 @@ class Dialler:
         self._is_member = is_member
         self._ended = False
         self.unanswered_since: float | None = None
-        """Since when its host has left every attempt unanswered."""
+        """Since when the target's host has left every attempt unanswered."""
         self.host_answered: bool = False
-        """Has its host accepted a connection, whatever became of that?"""
+        """Has the target's host accepted a connection, whatever became of it?"""
         self._gate = Gate()
         self._transport: Transport | None = None
+        # Until it refuses us, the target may have let us in, even if we did not get its answer.
+        self._proving = False
+        self._has_proof = False  # the target may have our proof; an attempt that ended earlier cannot have let us in
+        self._lock = threading.Lock()  # between this thread, which begins to prove itself, and `withdraw`
         self._told: set[str] = set()
         name = f"farcall-dial-{me.member.name}-{target.name}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Dial on a thread."""
+        """Dial on this object's own thread."""
         self._thread.start()
 
     def hasten(self) -> None:
@@ -162,6 +176,19 @@ class Dialler:
         if transport is not None:
             transport.interrupt()
 
+    def withdraw(self, *, even_if_proving: bool) -> bool:
+        """Try no more. False: the target may have let us in, so the caller must await the outcome. From any thread.
+
+        ``even_if_proving``: the target will not let us in. The attempt still awaits its answer: to hang up would make
+        the target log a failed handshake.
+        """
+        with self._lock:
+            if self._proving and not even_if_proving:
+                return False
+            self._ended = True
+        self._gate.open()
+        return True
+
     def join(self, timeout_s: float) -> None:
         """After ``stop``: wait for the thread's end."""
         if self._thread is not threading.current_thread() and self._thread.ident is not None:
@@ -169,6 +196,10 @@ class Dialler:
 
     def _run(self) -> None:
         self._on_end(self, *self.run())
+
+    def may_lead_to(self, incarnation: int) -> bool:
+        """May this dial reach that member, as far as is known?"""
+        return self._target.incarnation in (0, incarnation)
 
     def is_wanted(self) -> bool:
         """Does anybody still wait for the result?"""
@@ -199,7 +230,7 @@ class Dialler:
         return Ended(Step.OUT_OF_TIME, "nobody waits for it any more"), found
 
     def _knock(self) -> Found:
-        """Look whether anybody listens where the lost connection led, within this host."""
+        """Check whether anybody still listens at the other end of the lost connection, within this host."""
         target = self._target
         for way in target.ways:
             if way.partition(":")[0] == target.lost_kind:
@@ -208,11 +239,11 @@ class Dialler:
                 except DialRefused:
                     return Found(Outcome.NOBODY, _nobody(way))
                 except TransportError:
-                    pass  # its backlog is full: somebody listens
+                    pass  # a full backlog: somebody listens
         return Found(Outcome.LISTENS)
 
     def _attempt(self, goal: Goal, bound_s: float) -> Found:
-        """Try every address once; a connection that is found is the caller's."""
+        """Try every address once; the caller owns the connection in the result."""
         try:
             return self._try_ways(goal, monotonic() + bound_s)
         except Exception:
@@ -233,7 +264,7 @@ class Dialler:
                 if kind in WITHIN_THE_HOST:
                     if kind == target.lost_kind:
                         return Found(Outcome.NOBODY, _nobody(way))
-                elif goal is not Goal.REMIND or leads_to(way, target.lost_host):
+                elif (goal is not Goal.REMIND and target.was_reached) or leads_to(way, target.lost_host):
                     refused = error
                 else:
                     failure = error
@@ -249,24 +280,31 @@ class Dialler:
             self._transport = transport
             found: Found | None = None
             try:
-                if self._ended:
-                    return Found(Outcome.SILENT)
-                # Without a name, all that is known of the target is an address, by whatever name its user knows it.
+                with self._lock:
+                    if self._ended:
+                        return Found(Outcome.SILENT)
+                    self._proving = True
+                # Without a name, we know only an address, and that as the user wrote it: the target could not check it.
                 me = self._me if target.name is None else self._me.dialling(way)
-                until = min(deadline, monotonic() + prove_s)
-                way_in, established = prove(transport, target.name, me, self._secret.values[0], until)
+                patience_s = prove_s if way == target.ways[-1] else min(prove_s, FIRST_WAYS_S)
+                until = min(deadline, monotonic() + patience_s)
+                way_in, established = prove(
+                    transport, target.name, me, self._secret.values[0], until, self._before_proof
+                )
                 if target.incarnation and established.peer.member.incarnation != target.incarnation:
                     return Found(Outcome.ANOTHER, "another process has its address and name")
                 found = Found(Outcome.PROVEN, "it lives, but did not come back", way_in, established)
                 return found
             except HandshakeRefused as error:
+                self._proving = self._has_proof = False
                 reason = error.reason if isinstance(error, Refused) else None
                 outcome = Outcome.REJECTED if reason is None else _OUTCOMES.get(reason, Outcome.REJECTED)
                 return Found(outcome, str(error), error=error)
             except TransportError as error:
                 failure = error
+                self._proving = self._has_proof
                 if isinstance(error, TlsFailed) and goal in (Goal.START, Goal.JOIN):
-                    # Certificates that do not do now will not in a moment; one that was connected may have renewed its.
+                    # A wrong certificate will be wrong in a moment, too. A member that was connected may renew its own.
                     return Found(Outcome.REJECTED, str(error), error=HandshakeRefused(str(error)))
             finally:
                 self._transport = None
@@ -277,6 +315,9 @@ class Dialler:
         if unanswered and not accepted:
             return Found(Outcome.UNANSWERED, str(failure))
         return Found(Outcome.SILENT, str(failure or "no address could be tried"))
+
+    def _before_proof(self) -> None:
+        self._has_proof = True
 
     def _tell(self, way: str, error: TransportError) -> None:
         if way not in self._told:
@@ -289,18 +330,18 @@ def _nobody(way: str) -> str:
 
 
 def tls_for(options: RpcBackendOptions, secret: Secret) -> Tls | None:
-    """What connections of a member over a network are protected by, if its options say so."""
+    """The TLS of a member's connections over a network, if its options ask for it."""
     return None if options.tls is None else _tls_for(options.tls, secret)
 
 
 @lru_cache(maxsize=16)
 def _tls_for(options: TlsOptions, secret: Secret) -> Tls:
-    """The same object for all parts of a node: reading certificates takes a while."""
+    """One object for all parts of a node: reading certificates takes a while."""
     return Tls(options, lambda: [tls_key(observer_key(value)) for value in secret.values])
 
 
 def check_name(transport: Transport, peer: Hello) -> None:
-    """Raise ``HandshakeRefused`` where a proven peer has a name that its certificate does not allow."""
+    """Raise ``HandshakeRefused`` if the certificate of a proven peer does not allow its name."""
     names = transport.peer_names
     if names is not None and peer.member.name not in names and not isinstance(peer.purpose, Observe):
         raise refuse(
@@ -311,7 +352,7 @@ def check_name(transport: Transport, peer: Hello) -> None:
 
 
 def sealed(transport: Transport, established: Established, side: Side) -> tuple[Transport, Established]:
-    """What to speak over from now on: where others may write to the connection, everything is proved."""
+    """The transport to use from now on: where a third party could write to the connection, every record is sealed."""
     if not transport.needs_sealing:
         return transport, established
     sealing = SealedTransport(
@@ -325,11 +366,16 @@ def sealed(transport: Transport, established: Established, side: Side) -> tuple[
 
 
 def prove(
-    transport: Transport, name: str | None, me: Hello, secret: bytes, deadline: float
+    transport: Transport,
+    name: str | None,
+    me: Hello,
+    secret: bytes,
+    deadline: float,
+    before_proof: Callable[[], None] = lambda: None,
 ) -> tuple[Transport, Established]:
-    """Run the dialler's side of the handshake; what to speak over from then on, and with whom.
+    """Run the dialler's side of the handshake; returns the transport to use from then on, and who the peer is.
 
-    Without a ``name``, any member of the cluster will do.
+    Without a ``name``, any member of the cluster will do. ``before_proof`` is called when the peer has greeted us.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
     binding = partial(getattr, transport, "binding")
@@ -351,13 +397,15 @@ def prove(
         if count == 0:
             raise DialFailed(f"{name} closed the connection while {handshake.state.value}")
         outgoing, established = handshake.receive(memoryview(buffer)[:count])
+        if outgoing:
+            before_proof()
         if established is not None:
             check_name(transport, established.peer)
             return sealed(transport, established, Side.DIALER)
 
 
 def _wait_readable(transport: Transport, deadline: float) -> bool:
-    """Wait for a member that may be busy; not for one whose host has vanished meanwhile."""
+    """Wait for a member, which may be busy, unless its host vanishes meanwhile."""
     while not transport.wait_readable(min(HOST_LOOK_S, max(0.0, deadline - monotonic()))):
         if monotonic() >= deadline or transport.silent_s() > HOST_SILENT_S:
             return False

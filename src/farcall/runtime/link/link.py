@@ -1,30 +1,32 @@
 """The link to one peer, over successive connections: bytes out of many threads, frames in for one.
 
 Owns what becomes of a link whose connection breaks; `receive.py` is its reading half, `send.py` its writing half.
-Says ``on_broken`` once.
+Calls ``on_broken`` once.
 
     state  event                                         becomes
-    up     an error, or the end of the stream            down: small frames queue up, who has a large one waits
-    down   nobody reads any more: `settle`               detached: what had come is read and counted, then handed out
+    up     an error, or the end of the stream            down: small frames queue up, large messages wait
+    down   nobody reads any more: `settle`               detached: the rest is read and counted, then handed out
     up     `break_off`: the peer comes back already      detached
-    down   after that ``on_interrupted`` says False      dead: ``on_broken`` is told
+    down   after that ``on_interrupted`` says False      dead: calls ``on_broken``
     down   `attach`: another connection (I/O thread)     up: goes on where the peer's count says (protocol/session.py)
     down   `connect`: the first connection               up
-    any    `die`; a frame that is none; `abort`          dead
-    any    `close`                                       dead, and nobody is told
+    down   nobody makes a connection (``outgoing.sleep``)    down, and asleep
+    down, asleep   something is to be sent                   down: calls ``on_wanted``
+    any    `die`; an invalid frame; `abort`              dead
+    any    `close`                                       dead, without a call of ``on_broken``
 
-A link begins up, or down if its transport is `Absent`. Who writes to a peer that ends may meet the error before the
-reader has met the peer's last words, answers and its Goodbye among them: hence the second line.
+A link begins up, or down if its transport is `Absent`. A thread that writes to an ending peer may meet the error
+before the reader has read the peer's last frames, answers and its Goodbye among them: hence the second line.
 
 Thread rules
-- Any thread may find that the connection broke. What that changes at once changes under ``_break_lock``: a thread that
-  is slow in between must not pause the next connection.
-- The I/O thread settles the break, and waits for no reader: whoever gives the reader's role up looks afterwards whether
-  the link is up, and has it settled if not (`receive.py`).
-- What a reader leaves to the I/O thread is queued before it gives the role up. So what is queued after `_detach`, when
-  only the I/O thread hands out frames, comes behind all of it: only from there ``on_interrupted`` is asked.
-- A new connection is read by others as soon as `Incoming` has it, and they count acknowledgements: the session has
-  taken the peer's count before.
+- Any thread may find that the connection broke. It marks the break under ``_break_lock``: a thread that is slow between
+  its check and its ``pause`` must not pause the next connection.
+- The I/O thread settles the break, and waits for no reader: a reader that gives up the role looks afterwards whether
+  the link is up, and has the break settled if not (`receive.py`).
+- A reader queues what it leaves to the I/O thread before it gives up the role. So a function queued after `_detach`,
+  when only the I/O thread hands out frames, runs behind all of it: only there may ``on_interrupted`` be called.
+- Other threads read a new connection, acknowledgements included, as soon as `Incoming` has it: so the session takes the
+  peer's count before that.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from collections.abc import Callable
 
 from farcall.errors import Delivery, PeerDead
 from farcall.ids import WorkerInfo
-from farcall.protocol.frames import Allocate, Frame, FrameError, allocate_plainly
+from farcall.protocol.frame_decoder import Allocate, FrameError, allocate_plainly
+from farcall.protocol.frames import Frame
 from farcall.protocol.session import Session, SessionError
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.receive import Incoming
@@ -43,7 +46,10 @@ from farcall.transport.interface import Absent, Transport
 
 
 class Link:
-    """The way to one peer."""
+    """The link to one peer: a session, its current connection, and the halves that write and read.
+
+    Mutable: the transport and whether it is up (a break is marked under ``_break_lock``), and why the link died.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -79,17 +85,19 @@ class Link:
         busy_wait_s: float = 0.0,
         acknowledge: Callable[[int, bool], None] | None = None,
         on_interrupted: Callable[[str], bool] = lambda reason: False,
+        on_wanted: Callable[[], None] = lambda: None,
         incarnation: str = "",
     ) -> None:
         """``acknowledge(count, more)`` tells the peer how many frames have come; None: nothing is kept, nor resumed.
 
-        ``on_interrupted(reason)`` is called on the I/O thread when a connection broke: may there be another one?
+        ``on_interrupted(reason)``, called on the I/O thread when a connection broke, says whether another may follow.
+        ``on_wanted()`` is called, from any thread, when something is to be sent over a link that is asleep.
         """
         self.peer: WorkerInfo = peer
         self.incarnation: str = incarnation
         self.transport: Transport = transport
         self.up: bool = True
-        """Is there a connection now, as far as is known?"""
+        """Does the connection work, as far as is known?"""
         self.session: Session = Session()
         if acknowledge is None:
             self.session.keep_nothing()
@@ -97,16 +105,23 @@ class Link:
         self._on_broken = on_broken
         self._on_interrupted = on_interrupted
         self.never_sent: frozenset[int] = frozenset()
-        """Once it is dead: the calls whose requests were queued and never written."""
+        """Once the link is dead: the calls whose requests were queued and never written."""
         self._reason = ""
         self._final = False
         self._detached = True  # until `start`
-        self._break_lock = threading.Lock()  # nobody waits while holding it
+        self._break_lock = threading.Lock()  # no thread waits while it holds this lock
         self._told = False
         self.broken: str | None = None
         """Why the link will not work any more, or None."""
         self.outgoing: Outgoing = Outgoing(
-            peer.name, transport, loop, backlog_limit_bytes, on_error=self.broke, dead=self.dead, kept=self.session.kept
+            peer.name,
+            transport,
+            loop,
+            backlog_limit_bytes,
+            on_error=self.broke,
+            dead=self.dead,
+            kept=self.session.kept,
+            on_wanted=on_wanted,
         )
         self.incoming: Incoming = Incoming(
             self, loop, on_frame, allocate=allocate, busy_wait_s=busy_wait_s, acknowledge=acknowledge
@@ -118,7 +133,7 @@ class Link:
 
     @property
     def heard_bytes(self) -> int:
-        """Changes with every byte that comes, over whatever connection: the sign of life."""
+        """Changes with every byte that comes, over any connection: the sign of life."""
         return self.incoming.bytes_received + self.transport.held_bytes
 
     def on_io_thread(self) -> bool:
@@ -135,7 +150,7 @@ class Link:
         self.incoming.watch_connection()
         self._detached = False
         if not self.up:
-            self._loop.call_soon(self.settle)  # who wrote was told of an error already
+            self._loop.call_soon(self.settle)  # a writer met an error before reading began
 
     # ------------------------------------------------------------------ breaking and going on
 
@@ -148,7 +163,7 @@ class Link:
         self._break(transport, "the peer closed the connection")
 
     def _break(self, transport: Transport, reason: str, final: bool = False) -> None:
-        """This connection cannot go on. What comes of it is settled on the I/O thread."""
+        """This connection cannot go on: mark the break, and have the I/O thread settle it."""
         with self._break_lock:
             if transport is not self.transport or self.broken is not None:
                 return
@@ -172,13 +187,13 @@ class Link:
             self._detach(waits=False)
 
     def _detach(self, *, waits: bool, reads_rest: bool = True) -> None:
-        """On the I/O thread: nobody reads from, or writes to, the broken connection any more.
+        """On the I/O thread: take the broken connection from its readers and writers.
 
-        Not ``waits``: unless somebody reads; who does has it settled afterwards.
+        Without ``waits``, a thread that still reads keeps it, and has the break settled when it stops.
         """
         with self._break_lock:
-            transport = self.transport  # and whoever broke it has paused it
-        self.incoming.forget_connection()  # or the poller goes on telling that it has ended
+            transport = self.transport  # with the lock, after the thread that broke it has paused it
+        self.incoming.forget_connection()  # or the poller keeps reporting its end
         self.outgoing.detach()
         if self.incoming.disconnect(transport, reads_rest, waits):
             self._detached = True
@@ -186,11 +201,11 @@ class Link:
             self._loop.call_soon(lambda: self._hand_out(transport))
 
     def _hand_out(self, transport: Transport) -> None:
-        """On the I/O thread, after `_detach`: the peer's last words. Then: will there be another connection?"""
+        """On the I/O thread, after `_detach`: hand out the peer's last frames, then ask for another connection."""
         if transport is not self.transport or self.broken is not None:
-            return  # there is one already, or the link was closed
+            return  # the next connection is attached already, or the link was closed
         if self.incoming.undelivered:
-            # First of all queue this again: a function may take so long that another thread is the I/O thread then.
+            # Queue this again first: a function may take so long that another thread becomes the I/O thread.
             self._loop.call_soon(lambda: self._hand_out(transport))
             self.incoming.deliver()
             return
@@ -199,16 +214,16 @@ class Link:
             returns = self._on_interrupted(self._reason)
         finally:
             if not returns:
-                self.die(self._reason)  # also where no thread can be had to dial: nobody must wait for good
+                self.die(self._reason)  # also if no thread can be started to dial: no caller may wait for ever
 
     def interrupt(self, reason: str) -> None:
-        """Give the connection up, not the link: it is silent, or the peer has lost it. From any thread."""
+        """Give up the connection, not the link: it is silent, or the peer has lost it. From any thread."""
         self._break(self.transport, reason)
 
     def break_off(self, reason: str, reads_rest: bool = True) -> None:
-        """On the I/O thread: like ``interrupt``, and when this returns all that had come is counted.
+        """On the I/O thread: like ``interrupt``, but on return every frame that came is counted.
 
-        ``reads_rest``: also what nobody has read yet.
+        ``reads_rest``: also the frames that no thread has read yet.
         """
         if self.broken is None:
             self._break(self.transport, reason)
@@ -217,7 +232,7 @@ class Link:
             self.session.broke()
 
     def connect(self, transport: Transport, first_bytes: bytes) -> None:
-        """On the I/O thread: the first connection, or the first of which the peer knows. Nothing has come before."""
+        """On the I/O thread: the first connection, or the first that the peer knows of. No frame has come before."""
         self.break_off("a first connection took its place", reads_rest=False)  # the peer counts from 0
         self.session.resume()
         try:
@@ -229,25 +244,25 @@ class Link:
     def attach(self, transport: Transport, first_bytes: bytes, received: int) -> None:
         """On the I/O thread: go on over another connection to the same member, which has ``received`` frames.
 
-        Raises ``SessionError`` where that cannot be, and closes ``transport``.
+        Closes ``transport`` and raises ``SessionError`` if the session cannot go on.
         """
         try:
-            missing = self.outgoing.resumed(self.session, received)
+            self.outgoing.resumed(self.session, received)
             with self._break_lock:
-                self.transport = transport  # what others find out about the old one does not count any more
+                self.transport = transport  # from here on, `_break` ignores errors of the old one
             self.incoming.connect(first_bytes)
         except (SessionError, FrameError) as error:
             transport.close()
             raise SessionError(str(error)) from error
-        self.incoming.watch_connection()  # before others may read: who does tells the poller to be silent
+        self.incoming.watch_connection()  # before ``up``: a helping reader can silence only what is watched
         self._detached = False
         self.up = True
-        self.outgoing.attach(transport, missing)
+        self.outgoing.attach(transport)
 
     # ------------------------------------------------------------------ ending
 
     def die(self, reason: str) -> None:
-        """On the I/O thread: there will be no other connection. ``on_broken`` is told, once."""
+        """On the I/O thread: no other connection will follow. Calls ``on_broken``, once."""
         if self._told or self.broken is not None:
             return
         self._told = True
@@ -260,7 +275,7 @@ class Link:
         self._break(self.transport, reason, final=True)
 
     def wait_closed(self, deadline: float) -> None:
-        """Wait until the peer ended its side, too: closing before that could destroy what we sent last."""
+        """Wait until the peer ended its side, too: closing earlier could destroy the bytes that we sent last."""
         self.outgoing.queue.wait_while(lambda: self.up, deadline)
 
     def dead(self, delivery: Delivery) -> PeerDead:
@@ -269,11 +284,11 @@ class Link:
         return PeerDead(why, delivery, self.peer, self.incarnation)
 
     def close(self, reason: str = "this node closed the link") -> None:
-        """Close for good. Idempotent; from any thread but one inside this link."""
+        """Close the link, for ever. Idempotent; from any thread but one inside this link."""
         if self.broken is None:
             self.broken = reason
         self.up = False
-        self.transport.interrupt()  # wakes whoever sits in a system call on it
+        self.transport.interrupt()  # wakes up threads inside a system call on it
         self.incoming.forget_connection()
         self.outgoing.close()
         self.outgoing.forget()

@@ -1,8 +1,8 @@
-"""The listening end of connections: a dialler has to prove itself, and is handed on.
+"""The listening end of connections: diallers prove themselves here, and their connections are handed on.
 
-Owns listeners and half-open connections. Nothing that a stranger sends is unpickled or kept: until the handshake is
-passed, 64 KiB per connection are held at most, for HANDSHAKE_S at most, by MAX_GUESTS connections at most. Runs on the
-I/O thread.
+Owns listeners and half-open connections. Nothing that a stranger sends is unpickled or kept: until it has passed the
+handshake, a connection holds at most 64 KiB, for at most HANDSHAKE_S, and at most MAX_GUESTS connections do so. Runs on
+the I/O thread.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ logger: logging.Logger = logging.getLogger("farcall")
 
 HANDSHAKE_S = 10.0
 POSTPONED_S = 0.5
-"""How long nobody is let in when descriptors ran out."""
+"""How long this node accepts no connections after descriptors ran out."""
 MAX_GUESTS = 256
 MAX_TOLD = 100
-"""How many different refusals are logged and remembered: strangers choose the words in some of them."""
+"""How many different refusals are logged and remembered. Bounded, since strangers choose the words in some of them."""
 
 
 class _Guest:
-    """A connection whose dialler has not proved anything yet."""
+    """A connection whose dialler has not proved itself yet."""
 
     __slots__ = ("arrived_at", "deadline", "handshake", "transport")
 
@@ -52,33 +52,36 @@ class Returning(Protocol):
     """The decision about members that come back to a session (`connector.py`)."""
 
     def admit(self, peer: Hello, arrived_at: float) -> int | None:
-        """The count of frames to tell the peer, if any; raises ``HandshakeRefused``."""
+        """The count of frames to send the peer, if any; raises ``HandshakeRefused``."""
 
     def on_resumed(self, transport: Transport, established: Established) -> None:
-        """That is on its way; the connection is yours."""
+        """The answer of `admit` is on its way; takes over the connection."""
+
+    def yield_to(self, peer: Hello) -> None:
+        """A member connects for the first time; raises ``HandshakeRefused`` if it is about to let our own dial in."""
 
 
 class PeerListener:
-    """The addresses a node listens on."""
+    """The addresses that a node listens on. Mutable: the guests, the paused listeners, and what was logged."""
 
     def __init__(self, addresses: Sequence[str], loop: Loop) -> None:
         self._loop = loop
         self._timer = loop.timer(self._show_out_late)
         self._listeners: list[Listener] = []
         self._guests: set[_Guest] = set()
-        self._postponed: list[int] = []  # listeners that are not looked at now
+        self._postponed: list[int] = []  # descriptors of listeners that the poller ignores for now
         self._was_short = False
         self._told: set[str] = set()
         self.refusals: dict[str, str] = {}
-        """Why members were turned away, by the names that they claimed: for the error that names the missing."""
+        """Why members were refused, by the names that they claimed: for the error that names missing members."""
         self.on_observer: Callable[[Transport, Established], None] = lambda transport, established: transport.close()
-        """Gets the connections of proven observers."""
+        """Takes over the connections of proven observers."""
         failure: ListenFailed | None = None
         for address in addresses:
             try:
                 self._listeners.append(listen(address))
             except ListenFailed as error:
-                # One way that cannot be set up here (a sandbox without unix sockets) is no reason not to start.
+                # A node can start without one of its addresses (a sandbox without unix sockets).
                 failure = error
                 logger.warning("this node cannot be reached over %s: %s", address.partition(":")[0], error)
             except BaseException:
@@ -98,9 +101,9 @@ class PeerListener:
         returning: Returning | None = None,
         tls: Tls | None = None,
     ) -> None:
-        """Begin to accept. ``why_not`` says why a proven member is not wanted, or None; others go to ``on_member``.
+        """Begin to accept. ``why_not`` says why a proven member is refused; if None, ``on_member`` gets the connection.
 
-        Those who come back to a session go to ``returning``. ``tls`` protects connections over a network.
+        ``returning`` gets members that come back to a session. ``tls`` protects connections over a network.
         """
         self._me = me
         self._secret = secret
@@ -152,7 +155,7 @@ class PeerListener:
                 self._loop.watch(descriptor, lambda _, guest=guest: self._hear(guest))  # type: ignore[misc]
 
     def _postpone(self, listener: Listener, error: AcceptPostponed) -> None:
-        """Do not look at who waits outside for a moment: the poller would tell of it without end."""
+        """Ignore the listener for POSTPONED_S: the poller would report its waiting connections without end."""
         descriptor = listener.fileno()
         if not self._was_short:
             self._was_short = True
@@ -163,7 +166,7 @@ class PeerListener:
             self._timer.at(monotonic() + POSTPONED_S)
 
     def _hear(self, guest: _Guest) -> None:
-        """On the I/O thread: a guest said something."""
+        """On the I/O thread: a guest has sent bytes, or ended its stream."""
         if guest not in self._guests:
             return
         buffer = bytearray(16 * 1024)
@@ -172,9 +175,8 @@ class PeerListener:
             if count is None:
                 return
             if count == 0 and guest.handshake.peer_claim is None:
-                self._let_out(
-                    guest
-                )  # it only knocked: a member that asks whether this node is there, or a health check
+                # A mere knock: a member that looks whether this node listens, or a health check.
+                self._let_out(guest)
                 return
             if count == 0:
                 raise DialFailed("the peer closed the connection during the handshake")
@@ -187,14 +189,18 @@ class PeerListener:
                 raise DialFailed("the peer does not read")
         except (HandshakeRefused, TransportError) as error:
             claim = guest.handshake.peer_claim
-            if claim is not None and len(self.refusals) < MAX_TOLD:
+            is_crossed = isinstance(error, Refused) and error.reason is RefusalReason.CROSSED
+            if claim is not None and len(self.refusals) < MAX_TOLD and not is_crossed:
                 self.refusals[claim.member.name] = str(error)
             if isinstance(error, Refused) and error.farewell:
                 try:
                     guest.transport.send((error.farewell,))
                 except TransportError:
                     pass
-            self._dismiss(guest, str(error))
+            if is_crossed:
+                self._let_out(guest)  # without a log line: the two are about to be connected by the other dial
+            else:
+                self._dismiss(guest, str(error))
             return
         if established is not None:
             self._guests.discard(guest)
@@ -208,13 +214,15 @@ class PeerListener:
                 self._returning.on_resumed(transport, established)
 
     def _welcome(self, guest: _Guest, peer: Hello) -> bytes:
-        """The bytes to send behind our proof to a proven ``peer``; raises ``HandshakeRefused``."""
+        """The bytes to send to a proven ``peer`` behind our proof; raises ``HandshakeRefused``."""
         if isinstance(peer.purpose, Observe):
             return b""
         if not isinstance(peer.purpose, (Resume, Remind)):
             why_not = self._why_not(peer)
             if why_not is not None:
                 raise HandshakeRefused(why_not)
+            if self._returning is not None:
+                self._returning.yield_to(peer)
             return b""
         if self._returning is None:
             raise refuse(RefusalReason.NOT_ADMITTED, f"{peer.member.name} comes back, and nobody is expected to")
@@ -246,7 +254,7 @@ class PeerListener:
         logger.log(level, "refused a connection (%s): %s", transport.describe(), reason)
 
     def _show_out_late(self, now: float) -> float:
-        """Dismiss the guests that take too long to prove themselves; returns when the next one is late."""
+        """Dismiss guests that are late with their proof, listen again; returns the next guest's deadline."""
         nearest = NEVER
         while self._postponed:
             self._loop.listen(self._postponed.pop())
@@ -258,7 +266,7 @@ class PeerListener:
         return nearest
 
     def close(self) -> None:
-        """Stop listening, and drop the connections that have not proved anything."""
+        """Stop listening, and close the connections whose diallers have not proved themselves."""
         for guest in list(self._guests):
             self._guests.discard(guest)
             self._let_go(guest.transport)
@@ -271,7 +279,7 @@ class PeerListener:
 
 
 def _check_way(transport: Transport, peer: Hello) -> None:
-    """Raise where a peer that dialled within the host, whose end is not sealed, comes over a network: by a relay."""
+    """Raise if a peer dialled a unix address, which it does not seal, but came over a network: through a relay."""
     if peer.dialled.startswith("unix:") and transport.kind != "unix":
         raise refuse(
             RefusalReason.WRONG_ADDRESS,

@@ -1,20 +1,25 @@
-"""The reading half of a link: frames in, for one thread at a time; and the count of them.
+"""The reading half of a link: frames in, for one thread at a time, and their count.
 
 Owns the decoder, the read lock and the frames that are decoded and not handed out yet; these outlive a connection.
 Knows nothing of what frames mean: each goes to ``on_frame``. What an error of the connection means, and what becomes of
-the link, is `link.py`'s.
+the link, `link.py` decides.
 
-One thread at a time reads, the holder of the read lock:
-- normally the I/O thread; or a thread that waits for its own answer on this link (``help_until``): it silences the
-  poller, so that the I/O thread sleeps on, and saves the hop between threads.
-- A thread that has come back within LINGER_S for a while (one with many calls in flight, or call after call) leaves the
-  poller silent when it stops: the I/O thread would only fight with it for the interpreter. If it does not come back,
-  the I/O thread listens again LINGER_S later (up to LONGEST_LINGER_S after a long row of calls). Not where several
-  threads wait for answers on this link.
-- One that meets requests while it waits, and may not run them, soon gives the link back to the I/O thread, which may.
+The holder of the read lock is the reader:
+- normally the I/O thread; or a *helping reader*, a thread that waits for its own answer on this link (``help_until``).
+  It silences the poller, so that the I/O thread sleeps on, and saves the hop between threads.
+- A helping reader that keeps coming back within LINGER_S (it has many calls in flight, or makes call after call) leaves
+  the poller silent when it stops: the I/O thread would only fight with it for the interpreter. If it does not come
+  back, the I/O thread listens again LINGER_S later (up to LONGEST_LINGER_S after a long row of calls). Not where
+  several threads wait for answers on this link.
+- Once the I/O thread reads answers ahead of such a thread, it would do so for ever, since the thread never has to wait.
+  So the I/O thread, too, leaves the link silent for a thread that read a moment ago and still makes calls. If the
+  thread does not come (it waits in another way), the I/O thread does not try again for SHARED_S.
+- A helping reader may not run requests. One that meets several soon gives the link back to the I/O thread, which may.
 - A reader about to block (a future's callback that makes a call) first gives up the role: ``stop_reading``.
-- Who gives the role up leaves the rest to the I/O thread: more to read, or a link that is down, to be settled. Of a
-  connection that was given up (`disconnect`) nobody but the I/O thread hands out what is left.
+- A reader that gives up the role leaves the rest to the I/O thread: more to read, or a broken connection to settle.
+  After `disconnect`, only the I/O thread hands out the frames that are left.
+
+Over 400 lines: all of it is one argument about who reads.
 """
 
 from __future__ import annotations
@@ -26,35 +31,40 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Protocol
 
-from farcall.protocol.frames import CARRIES_DESCRIPTOR, CONTROL, Allocate, Frame, FrameDecoder, FrameError
+from farcall.protocol.frame_decoder import Allocate, FrameDecoder, FrameError
+from farcall.protocol.frames import CARRIES_DESCRIPTOR, CONTROL, Frame
 from farcall.protocol.session import Session
 from farcall.runtime.calls.executor import Task
 from farcall.runtime.io import sigint
 from farcall.runtime.io.busy_wait import BusyWait
 from farcall.runtime.io.loop import READ, WRITE, Loop
-from farcall.runtime.io.reader import reading
+from farcall.runtime.io.reader import claim, reading
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.send import Outgoing
 from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportClosed, TransportError
 
 READ_BYTES = 1 << 20
-"""What the I/O thread reads at most before it looks at other links and timers."""
+"""The most that the I/O thread reads before it looks at other links and timers."""
 REST_BYTES = 16 << 20
-"""What is read at most of a connection that broke: more than kernels usually hold."""
+"""The most that is read of a connection after it broke: more than kernels usually hold."""
 LINGER_S = 0.001
 LONGEST_LINGER_S = 0.004
-"""A thread that comes back again and again is looked after less and less often, down to every so many seconds."""
+"""How long the poller stays silent for a helping reader that has stopped: LINGER_S at first, growing up to this while
+the thread keeps coming back, so that the timer runs less and less often."""
+LONGEST_SILENCE_S = 0.1
+"""The longest silence for a thread that makes calls without waiting: other threads may wait for its answers."""
 LINGER_AFTER = 16
-"""So many times in a row a thread must have come back within LINGER_S before the link is left silent for it."""
+"""How many times in a row a thread must come back within LINGER_S before the link is left silent for it."""
 SLICE_S = 0.002
-"""After so long with functions of one link the I/O thread looks at the others."""
+"""How long the I/O thread runs functions of one link before it looks at the others."""
 IO_READS_S = 0.002
-"""So long a thread waits for the I/O thread, which reads at this moment, to be done: it has its answer then, or reads
-itself. So long the I/O thread waits for a thread that stops reading at this moment."""
+"""How long a thread waits for the I/O thread to finish its read: then it has its answer, or reads itself. Also how long
+the I/O thread waits for a helping reader that is about to stop."""
 MOST_MISSED = 8
-"""After so many requests that the I/O thread would have served itself, a helping reader gives the link back to it."""
+"""After so many requests that the I/O thread would have run itself, a helping reader gives the link back to it."""
 SHARED_S = 1.0
-"""So long after two threads were seen waiting on one link, none of them is relied on."""
+"""How long no helping reader is relied on after two threads waited on one link, or after the link was left to a thread
+that did not come."""
 
 _NOTHING_COMES = FrameDecoder()
 """The decoder of all dead links: a live one may hold a quarter of a MiB, and dead members stay in the peer table."""
@@ -68,7 +78,7 @@ class Awaited(Protocol):
 
 
 class Connected(Protocol):
-    """The link, as far as its reading half is concerned."""
+    """The link, as its reading half sees it."""
 
     transport: Transport
     up: bool
@@ -76,7 +86,7 @@ class Connected(Protocol):
     outgoing: Outgoing
 
     def settle(self) -> None:
-        """On the I/O thread: the link is down, and nobody reads."""
+        """On the I/O thread: let go of a broken connection that nobody reads any more."""
 
     def broke(self, error: Exception, transport: Transport) -> None:
         """Reading failed."""
@@ -86,7 +96,7 @@ class Connected(Protocol):
 
 
 class Incoming:
-    """What comes over one link."""
+    """The frames that come over one link, and the role of its reader."""
 
     __slots__ = (
         "_acknowledge",
@@ -110,6 +120,9 @@ class Incoming:
         "_rides_along",
         "_shared_until",
         "_silenced",
+        "_silent_since",
+        "_vain_until",
+        "answers_futures",
         "bytes_received",
     )
 
@@ -124,6 +137,8 @@ class Incoming:
         acknowledge: Callable[[int, bool], None] | None,
     ) -> None:
         """``acknowledge(count, more)`` tells the peer how many frames have come; None: nothing is kept, nor resumed."""
+        # Mutable. The reader changes the decoder, the frames, the counts and ``_descriptor``. Any thread may change
+        # the hints about who reads next (``_left_at``, ``_shared_until``), and pop ``_lingering``.
         self._link = link
         self._loop = loop
         self._on_frame = on_frame
@@ -135,17 +150,22 @@ class Incoming:
         self._descriptor = link.transport.fileno()
         self._descriptors: deque[int] = deque()
         self._silenced = False
-        # Has one item while the poller is silent although nobody reads; who pops it sees to the poller.
-        self._lingering: list[None] = []
+        # Has one item while the poller is silent although nobody reads. Popping is atomic: the thread that pops it
+        # either reads or listens again. True: the I/O thread left the link to a helping reader that did not ask.
+        self._lingering: list[bool] = []
         self._linger_timer = loop.timer(self._end_lingering)
         self._linger_s = LINGER_S
-        self._left_at = 0.0  # when a helping reader last stopped, or went on with a request
-        self._missed = 0  # requests that the I/O thread would have served itself
-        self._came_back = 0  # how often in a row one was back within LINGER_S
+        self._left_at = 0.0  # when a helping reader last stopped, or sent its next request
+        self._vain_until = 0.0
+        self.answers_futures: bool = False
+        """Did this read bring answers that perhaps no thread waits for yet?"""
+        self._missed = 0  # requests that the I/O thread would have run itself
+        self._came_back = 0  # how often in a row a helping reader was back within LINGER_S
         self._shared_until = 0.0
+        self._silent_since = 0.0
         self._busy_wait = BusyWait(busy_wait_s, may_doze=True)
         self._read_lock = threading.Lock()
-        self._ended = False  # nothing more is to be had from this connection, or nothing that could be trusted
+        self._ended = False  # this connection has no more bytes, or none that can be trusted
         self.bytes_received: int = 0
 
     # ------------------------------------------------------------------ connections come and go
@@ -160,10 +180,10 @@ class Incoming:
                 view[: len(chunk)] = chunk
                 first_bytes = first_bytes[len(chunk) :]
                 self._count(len(chunk))
-            self._descriptor = self._link.transport.fileno()  # from here on others may read
+            self._descriptor = self._link.transport.fileno()  # from here on other threads may read
 
     def _count(self, count: int) -> None:
-        """Decode and count ``count`` received bytes; their frames are delivered later, and acknowledged with others."""
+        """Decode and count ``count`` received bytes; their frames are delivered, and acknowledged, later."""
         self.bytes_received += count
         frames = self._decoder.received(count)
         self._link.session.received += len(frames) + self._decoder.uncounted
@@ -171,26 +191,26 @@ class Incoming:
         self._frames.extend(frames)
 
     def watch_connection(self) -> None:
-        """Have the I/O thread read whatever comes, and write when there is room."""
+        """Have the I/O thread read what comes, and write when the kernel has room."""
         loop, link = self._loop, self._link
         if self._descriptor is None:
             link.transport.watch(lambda: loop.call_soon(self._read), lambda: loop.call_soon(link.outgoing.write))
         else:
             loop.watch(self._descriptor, self._on_event)
         if self._frames or link.transport.buffered:
-            # Not before: where the peer has gone already, reading closes the descriptor.
+            # Not before the descriptor is watched: if the peer has gone already, this read leads to its close.
             loop.call_soon(self._read)
 
     def forget_connection(self) -> None:
-        """Have the I/O thread look at the connection no more."""
+        """Have the poller stop reporting the connection."""
         if self._descriptor is not None:
             self._loop.forget(self._descriptor)
 
     def disconnect(self, transport: Transport, reads_rest: bool, waits: bool) -> bool:
-        """On the I/O thread: nobody reads from the broken connection any more, and it is closed.
+        """On the I/O thread: take the broken connection from its readers, and close it.
 
-        ``reads_rest``: after all that came over it is decoded and counted; `deliver` hands it out. False, unless this
-        ``waits``: somebody reads at this moment.
+        ``reads_rest``: first decode and count all that came over it; `deliver` hands it out. Returns False, unless it
+        ``waits``, where another thread is reading.
         """
         if not self._read_lock.acquire(waits):
             return False
@@ -200,8 +220,8 @@ class Incoming:
             if reads_rest and not self._ended:
                 self._read_rest(transport)
             self._descriptors.extend(transport.take_descriptors())
-            # A descriptor comes with the first byte of its frame. If the rest did not, the frame will come again, and
-            # its descriptor with it: only those of frames that are here are wanted.
+            # A descriptor comes with the first byte of its frame. If the rest of the frame did not come, the peer
+            # offers the descriptor anew: keep only those of complete frames.
             wanted = sum(frame.kind == CONTROL and bool(frame.flags & CARRIES_DESCRIPTOR) for frame in self._frames)
             while len(self._descriptors) > wanted:
                 os.close(self._descriptors.pop())
@@ -212,7 +232,7 @@ class Incoming:
         return True
 
     def _read_rest(self, transport: Transport) -> None:
-        """Holding the read lock: read what came before the connection broke. What is left then counts as lost."""
+        """Holding the read lock: read what came before the connection broke. Bytes beyond REST_BYTES count as lost."""
         until = self.bytes_received + REST_BYTES
         try:
             while self.bytes_received < until:
@@ -227,15 +247,15 @@ class Incoming:
 
     @property
     def undelivered(self) -> bool:
-        """Are there frames that nobody has dealt with, after `disconnect`?"""
+        """Are frames left to hand out, after `disconnect`?"""
         return bool(self._frames)
 
     def deliver(self) -> None:
-        """On the I/O thread: hand out what is decoded, as far as time allows; reads nothing where the link is down."""
+        """On the I/O thread: hand out decoded frames, as far as time allows; reads nothing while the link is down."""
         self._read()
 
     def close(self, transport: Transport) -> None:
-        """Close the connection for good, as the reader. From here on its descriptor may be that of another link."""
+        """Close the link's last connection, as the reader. From here on another link may get its descriptor."""
         is_reader = reading.link is self
         if not is_reader:
             self._read_lock.acquire()
@@ -258,14 +278,16 @@ class Incoming:
             self._read()
 
     def _read(self) -> None:
-        """On the I/O thread: read what is there, unless somebody else is reading."""
+        """On the I/O thread: read what has come, unless another thread reads."""
         if not self._read_lock.acquire(False) and (self._silenced or not self._read_lock.acquire(True, IO_READS_S)):
-            # A helping reader has the role. If it no longer silences the poller it is giving the role up: not to wait
-            # for that would mean to be called again and again, while the helping reader waits for the interpreter.
+            # A helping reader has the role. If it no longer silences the poller, it is giving the role up: hence the
+            # short wait. Without it, the poller would call this again and again, while the helping reader waits for
+            # the interpreter.
             return
         reading.link = self
         link = self._link
         transport = link.transport
+        self.answers_futures = False
         try:
             if self._frames and not self._deliver():
                 return
@@ -276,21 +298,41 @@ class Incoming:
                 if count is None or not self._take(count):
                     return
                 if (count < len(view) or self.bytes_received >= until) and self._descriptor is not None:
-                    return  # most likely that was all, or others have waited long; if not, the poller tells again
+                    if self.answers_futures and count < len(view):
+                        self._leave_to_helper()
+                    return  # probably that was all, or other links have waited long; the poller reports any rest
         except (TransportError, FrameError) as error:
             self._failed(error, transport)
         finally:
             self.end_reading()
 
+    def _leave_to_helper(self) -> None:
+        """As the reader, on the I/O thread, after answers: leave the next ones to the thread that read a moment ago."""
+        now = monotonic()
+        descriptor = self._descriptor
+        if (
+            now - self._left_at < LINGER_S
+            and now > self._shared_until
+            and now > self._vain_until
+            and not self._lingering
+            and self._loop.can_silence
+            and descriptor is not None
+            and self._link.up
+        ):
+            self._loop.silence(descriptor)
+            self._silent_since = now
+            self._lingering.append(True)
+            self._linger_timer.at(now + self._linger_s)
+
     def help_until(self, awaited: Awaited, deadline: float, request: bytes | None = None) -> None:
         """Read this link on the calling thread until ``awaited`` has arrived or ``deadline`` has passed.
 
-        ``request``: one small frame, sent before, whose answer is awaited; the role is taken before that, or a quick
-        answer would wake the I/O thread, too. Returns early, with nothing arrived, where another thread reads or the
-        role was given up.
+        ``request``: a small frame to send first, whose answer is awaited. This takes the role before it sends, or a
+        quick answer would wake the I/O thread, too. Returns early, with nothing arrived, if another thread reads or
+        the role was given up.
         """
         link, loop = self._link, self._loop
-        guard = sigint.of_thread()
+        guard = sigint.here.guard
         guard.depth += 1
         try:
             may_help = self._descriptor is not None and link.up and loop.can_silence
@@ -305,7 +347,7 @@ class Incoming:
                 elif self._read_lock.acquire(True, IO_READS_S):
                     self._begin_helping()
                     helping = True
-            # A connection that broke before we had the role may be gone: what came over it the I/O thread hands out.
+            # A connection that broke before this thread had the role may be closed: the I/O thread hands out the rest.
             if not helping or self._descriptor is None or (self._frames and not self._deliver()):
                 return
             transport, decoder = link.transport, self._decoder
@@ -317,11 +359,11 @@ class Incoming:
                         return
                     if remaining > WAIT_SLICE_S:
                         remaining = WAIT_SLICE_S
-                    depth, guard.depth = guard.depth, 0  # Ctrl-C may end the wait, and nothing else in here
+                    depth, guard.depth = guard.depth, 0  # Ctrl-C may end the wait, nothing else in here
                     try:
                         if guard.held is not None:
                             sigint.deliver()
-                        readable = self._busy_wait.wait(transport.wait_readable, now, remaining)
+                        readable = self._busy_wait.wait(transport.look, transport.wait_readable, now, remaining)
                     finally:
                         guard.depth = depth
                     if readable:
@@ -341,18 +383,18 @@ class Incoming:
                 sigint.deliver()
 
     def _failed(self, error: TransportError | FrameError, transport: Transport) -> None:
-        """As the reader: the connection cannot be read any more. What this side has ended may still have bytes."""
+        """As the reader: the connection failed. One that this side has closed may still have bytes to read."""
         if not isinstance(error, TransportClosed):
             self._ended = True
         self._link.broke(error, transport)
 
     def _begin_helping(self) -> None:
-        """Holding the read lock: be the reader in the place of the I/O thread."""
+        """Holding the read lock: become the reader in place of the I/O thread."""
         reading.link = self
         self._silenced = True
         self._missed = 0
         try:
-            self._lingering.pop()
+            self._lingering.pop()  # the poller is still silent
             self._came_back += 1
         except IndexError:
             self._came_back = self._came_back + 1 if monotonic() - self._left_at < LINGER_S else 0
@@ -375,8 +417,8 @@ class Incoming:
             session.received += len(frames) + decoder.uncounted
             decoder.uncounted = 0
             if session.received >= session.due_at or (frames and self.bytes_received >= session.due_at_bytes):
-                # An acknowledgement is due. After many small frames every other one waits for a frame to ride along
-                # with: in a dialogue it costs nothing.
+                # An acknowledgement is due. After many small frames, every other one waits for a frame to ride along
+                # with: in a dialogue that costs nothing.
                 self._rides_along = not self._rides_along and self.bytes_received < session.due_at_bytes
                 acknowledged = session.acknowledgement(self.bytes_received)
                 if self._acknowledge is not None:
@@ -384,7 +426,7 @@ class Incoming:
         return self._deliver()
 
     def _deliver(self) -> bool:
-        """Hand out the decoded frames. False: this thread is not the reader any more, or has done so for SLICE_S."""
+        """Hand out the decoded frames. False: this thread lost the reader's role, or has run functions for SLICE_S."""
         frames = self._frames
         began = 0.0
         while frames:
@@ -394,18 +436,20 @@ class Incoming:
                 return False
             watch = reading.watch
             if watch is not None:
-                # Before the next frame is looked at: from here on nobody else may take this thread for late.
+                # End the watch before the next frame: from here on the standby thread must not replace this one.
                 reading.watch = None
-                if not self._loop.standby.end(watch):
+                try:
+                    watch.pop()  # `claim`, inlined: every request comes this way
+                except IndexError:
                     return self._retire()
                 if not began:
                     began = watch.since
                 elif watch.since - began > SLICE_S and frames and reading.loop is self._loop:
-                    return False  # other links and timers have waited long enough; the rest comes behind them
+                    return False  # other links and timers have waited long enough; the rest follows them
         return True
 
     def _retire(self) -> bool:
-        """Another thread reads on: this one must not touch the link any more, nor go on as the I/O thread."""
+        """Another thread has the role: this one must not touch the link any more, nor go on as the I/O thread."""
         reading.link = reading.watch = None
         self._loop.standby.forget()
         self._loop.retire()
@@ -416,14 +460,17 @@ class Incoming:
         if reading.link is self:
             reading.link = None
             watch, reading.watch = reading.watch, None
-            if watch is not None and not self._loop.standby.end(watch):
-                self._retire()  # an error of ours has brought us here, and another thread reads on by now
+            if watch is not None and not claim(watch):
+                self._retire()  # after an error of farcall's own: another thread reads on by now
                 return
+            if reading.idle_watch is not None and reading.loop is not self._loop:
+                self._loop.standby.forget()  # this thread may never read again; an I/O thread will
             if self._silenced:
                 self._silenced = False
                 now = self._left_at = monotonic()
                 if self._came_back >= LINGER_AFTER and now > self._shared_until and self._link.up:
-                    self._lingering.append(None)
+                    self._silent_since = now
+                    self._lingering.append(False)
                     if self._linger_timer.due == NEVER:
                         self._linger_timer.at(now + self._linger_s)
                 elif self._descriptor is not None and self._link.up:
@@ -434,26 +481,29 @@ class Incoming:
                 self._leave_rest()
 
     def _leave_rest(self) -> None:
-        """After the read lock was given back: the I/O thread reads on, or settles what becomes of a broken link."""
+        """After the release of the read lock: have the I/O thread read on, or settle a broken connection."""
         self._loop.call_soon(self._read if self._link.up else self._link.settle)
 
     def is_used(self) -> None:
-        """A request is sent whose answer nobody waits for yet: the helping reader, if there was one, goes on."""
+        """A request leaves whose answer nobody waits for yet: a helping reader of a moment ago still makes calls."""
         now = monotonic()
         if now - self._left_at < LINGER_S:
             self._left_at = now
 
     def _end_lingering(self, now: float) -> float:
-        """On the I/O thread: the helping reader is back in time, or this thread reads from now on."""
-        if now - self._left_at < self._linger_s:
-            # It was here a moment ago, or is at this moment. The timer stays set meanwhile: to set it anew each time
-            # would wake this thread each time.
+        """On the I/O thread: listen again, unless the helping reader came back in time."""
+        if not self._lingering and not self._silenced:
+            return NEVER  # the poller listens already; or a helping reader is stopping, and will set the timer
+        if now - self._left_at < self._linger_s and (self._silenced or now - self._silent_since < LONGEST_SILENCE_S):
+            # The helping reader was here a moment ago, or is now. The timer stays set: if each stop set it anew, each
+            # stop would wake this thread.
             self._linger_s = min(1.1 * self._linger_s, LONGEST_LINGER_S)
             return self._left_at + self._linger_s
         try:
-            self._lingering.pop()
+            if self._lingering.pop():
+                self._vain_until = now + SHARED_S
         except IndexError:
-            return NEVER  # it has been reading for long; or the connection has ended
+            return NEVER  # the helping reader has been reading for long; or the connection has ended
         self._came_back = 0
         self._linger_s = LINGER_S
         if self._descriptor is not None and self._link.up:
@@ -461,25 +511,35 @@ class Incoming:
         return NEVER
 
     def look_for(self, limit_s: float) -> None:
-        """Have threads that wait for an answer look for so long before they sleep, where looking is allowed at all."""
+        """Have threads busy-wait for answers for up to ``limit_s`` before they sleep, if busy waiting is on at all."""
         self._busy_wait.look_for(limit_s)
 
     # ------------------------------------------------------------------ user code on the thread that reads
 
     def watch_reader(self) -> None:
-        """The reader is about to do something that may take long: if it does, another thread reads on."""
+        """The reader begins something that may take long: if it does, the standby thread passes the role on."""
         watch = reading.watch
-        if watch is None:
-            reading.watch = self._loop.standby.begin(self)
-        else:
+        if watch is not None:
             watch.since = monotonic()
+            return
+        standby = self._loop.standby
+        watch = reading.idle_watch
+        if watch is None or watch.standby is not standby:
+            reading.watch = standby.begin(self)
+            return
+        # `begin`, inlined: every request comes this way.
+        watch.since = monotonic()
+        watch.append(self)
+        reading.watch = watch
+        if standby.asleep:
+            standby.rouse()
 
     def run_inline(self, task: Task, at_once: bool) -> bool | None:
         """Run a task if the calling thread is the I/O thread, reads this link, and, unless ``at_once``, has time.
 
-        None: the task has not run. False: the task was late, and another thread reads on.
+        None: the task has not run. False: the task took long, and another thread reads on.
         """
-        # Only while it reads this very link: what was deferred, and is delivered later, comes without that role.
+        # Only as the reader of this very link: a deferred request is delivered later, without that role.
         loop = self._loop
         if reading.link is not self or reading.loop is not loop:
             self._missed += 1
@@ -496,17 +556,19 @@ class Incoming:
         return True
 
     def pass_on(self) -> None:
-        """The reader is stuck in user code: another thread reads on. Called by the standby thread."""
+        """On the standby thread: the reader is stuck in user code, so another thread reads on."""
         was_helping, self._silenced = self._silenced, False
-        if was_helping and self._descriptor is not None and self._link.up:
-            self._loop.listen(self._descriptor)
-        self._read_lock.release()
-        if self._frames or not self._link.up or self._link.transport.buffered:
-            self._leave_rest()
-        if not was_helping:
-            self._loop.hand_over()
+        try:
+            if was_helping and self._descriptor is not None and self._link.up:
+                self._loop.listen(self._descriptor)
+            self._read_lock.release()
+            if self._frames or not self._link.up or self._link.transport.buffered:
+                self._leave_rest()
+        finally:
+            if not was_helping:
+                self._loop.hand_over()  # even after an error: the old I/O thread waits for it
 
     def take_descriptor(self) -> int | None:
-        """As the reader, for a frame that came with one: the oldest descriptor that nobody has taken."""
+        """As the reader, for a frame that came with a descriptor: the oldest one that is not taken yet."""
         self._descriptors.extend(self._link.transport.take_descriptors())
         return self._descriptors.popleft() if self._descriptors else None

@@ -1,4 +1,4 @@
-"""Frames whose bytes are not kept, and what comes in their place if the connection loses them.
+"""Frames whose bytes are not kept, and the frames sent in their place if the connection loses them.
 
     frame                lost: the peer has not got all of it
     large request        its call fails, "not_sent"; its remains go
@@ -7,9 +7,9 @@
     large letter         goes again: its memory is a gradient's, which nobody changes while we hold it, or a copy
     offer of a segment   is forgotten, and made again when the segment is next wanted
 
-Remains are what both ends count (`remains_of`). All of this runs on the I/O thread, when a link is attached to a new
-connection, and only gives bytes or leaves word; it must neither block nor call user code. A large message whose sender
-still waits goes on instead (`protocol/chunks.py`).
+The remains of a message are what both ends count (`remains_of`). All of this runs on the I/O thread, when a link is
+attached to a new connection. It only returns bytes or records a loss; it must neither block nor call user code. A large
+message whose sender still waits goes on instead (`protocol/chunks.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from farcall.serialize import encode_failure
 
 
 class LostOffer:
-    """A frame with which a descriptor went."""
+    """A frame that carried a descriptor: if it is lost, ``withdraw`` forgets the offer."""
 
     __slots__ = ("_withdraw",)
 
@@ -41,11 +41,11 @@ class LostOffer:
 
 
 NOBODYS: Unkept = LostOffer(lambda: None)
-"""A frame that nobody misses."""
+"""A frame whose loss has no consequences."""
 
 
 def nothing_instead() -> Sequence[bytes]:
-    """In the place of a message that nobody misses."""
+    """The replacement of a message whose loss has no consequences."""
     return ()
 
 
@@ -58,11 +58,11 @@ def instead_of(
     fail_call: Callable[[int, str], None],
     withdraw: Callable[[], None],
 ) -> Instead | None:
-    """What to send in the place of a large message; None: itself.
+    """What to send in the place of a lost large message; None: the message itself.
 
     ``withdraw`` takes back what only its payload names.
     """
-    # Nothing here may hold the frame: its buffers are to die with the call.
+    # The functions below must not hold the frame: its buffers are to be freed with the call.
     kind, call_id, notes = frame.kind, frame.call_id, frame.notes
     if kind == LETTER:
         return None
@@ -80,7 +80,7 @@ def instead_of(
             f"{size_bytes} bytes, had arrived, and it is not kept"
         )
         payload = bytes(encode_failure(error, here).payload)
-        # First what came with the answer, then its caller learns that nothing else comes.
+        # In this order: the caller gets what came with the answer before the failure ends its call.
         return remains_of(notes, tickets), encode_small(FAILURE, 0, call_id, b"", b"", payload)
 
     if kind == REQUEST:

@@ -1,20 +1,23 @@
-"""The writing half of a link: bytes out of many threads, in order, without a hop.
+"""The writing half of a link: many threads send frames, in order, without a hop to another thread.
 
-Owns the write lock, the queued frames and the bytes that the kernel did not take; `send_queue.py` has the threads that
-wait. Knows nothing of what frames mean. Over 400 lines, since all of it is one argument about one lock.
+Owns the write lock, the queued frames and the bytes that the kernel did not take; `send_queue.py` has the waiting
+threads. Knows nothing of what frames mean. Over 400 lines, since all of it is one argument about one lock.
 
-- Small frames go through ``_outbox``; whoever gets the write lock sends all of them with one system call.
-  Whoever does not get it leaves: the holder looks again after letting go, so nothing stays behind.
-- A large message is written by its own thread, chunk by chunk (`protocol/chunks.py`), until the kernel has all of it:
+- Small frames go through ``_outbox``. The thread that gets the write lock sends all of them with one system call. A
+  thread that does not get the lock returns: the holder looks again after its release, so no frame stays behind.
+- The sender of a large message writes it itself, chunk by chunk (`protocol/chunks.py`), until the kernel has all of it:
   no copy is made, and the caller may change its tensors as soon as the call returns. That is also the back-pressure.
-  Before each chunk, small frames leave; after each, it is the next large message's turn.
-- Nobody waits while holding the lock. ``_unsent`` has the bytes in their order, so whoever gets it may go on with them.
-- What the kernel does not take of small frames is left to the I/O thread; senders wait while more than
-  ``backlog_limit_bytes`` are left. The I/O thread itself never waits.
-- An error of the transport breaks the connection: ``on_error`` is told. Until there is another one (``attach``) the
-  link is *down*, which to senders looks like a kernel that takes nothing: small frames queue up, and who has a large
-  one waits. One that was being written when the connection broke goes on with the first chunk that the peer lacks.
-- Every frame goes to ``kept`` of the session, in the order of the wire and before its first byte leaves.
+  Before each chunk, small frames leave; after each chunk, the next large message has its turn.
+- No thread waits while it holds the lock. ``_unsent`` has the bytes in wire order, so any holder can go on with them.
+- The I/O thread writes what the kernel did not take of small frames; senders wait while this backlog exceeds
+  ``backlog_limit_bytes``. The I/O thread itself never waits.
+- A transport error breaks the connection; ``on_error`` gets it. Until the next connection (``attach``) the link is
+  *down*. To senders, that looks like a kernel that takes nothing: small frames queue up, senders of large messages
+  wait. A large message that was being written goes on, over the next connection, with the first chunk the peer lacks.
+- A link that is down, and for which nobody dials, is *asleep*. A sender queues its frame, then looks whether the link
+  is asleep, and if so calls ``on_wanted``. The I/O thread marks the link asleep, then looks at the queue. So one of
+  the two always sees the other.
+- Every frame goes to ``kept`` of the session, in wire order and before its first byte leaves.
 """
 
 from __future__ import annotations
@@ -38,11 +41,11 @@ from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportError
 
 
 class _Interrupted(Exception):
-    """The connection broke, and there may be another one."""
+    """The connection broke while this thread was writing; another one may follow."""
 
 
 class Outgoing:
-    """What one link has to send."""
+    """The frames and large messages that one link has to send."""
 
     __slots__ = (
         "_blocked",
@@ -55,11 +58,14 @@ class Outgoing:
         "_loop",
         "_name",
         "_on_error",
+        "_on_wanted",
         "_outbox",
+        "_stays",
         "_transport",
         "_unsent",
         "_waiting",
         "_write_lock",
+        "asleep",
         "bytes_sent",
         "queue",
     )
@@ -74,23 +80,33 @@ class Outgoing:
         on_error: Callable[[Exception, Transport], None],
         dead: Callable[[Delivery], PeerDead],
         kept: deque[Kept],
+        on_wanted: Callable[[], None],
     ) -> None:
-        """``dead`` gives the error for what is sent after the end."""
+        """``dead`` makes the error for frames sent after the end.
+
+        ``on_wanted`` is called, from any thread, when something is to be sent over a link that is asleep.
+        """
         self._name = name
         self._loop = loop
         self.queue: SendQueue = SendQueue(name, loop, backlog_limit_bytes)
-        """The senders that wait, and why."""
+        """The waiting senders, and why they wait."""
         self.bytes_sent: int = 0
         self._transport = transport
         self._descriptor = transport.fileno()
         self._on_error = on_error
         self._dead = dead
         self._kept = kept
+        self._on_wanted = on_wanted
+        # Mutable. Any thread changes ``_large`` and ``_free_slots``, appends to ``_outbox`` (deques: atomic) and may
+        # `pause`. All else, and taking frames out of ``_outbox``, needs the write lock.
+        self.asleep: bool = False
+        """Is the link down, with nobody dialling? Set by the I/O thread, cleared by any sender."""
         self._outbox: deque[bytes] = deque()
         self._unsent: deque[memoryview] = deque()
+        self._stays = False  # once True, `pause_behind` refuses
         self._blocked = False  # the I/O thread is to write what the kernel did not take
-        self._waiting = 0  # so many threads wait for the kernel, and go on then
-        self._large: deque[LargeMessage] = deque()  # under way; the first one's turn it is
+        self._waiting = 0  # how many threads wait for the kernel; they will write the outbox, too
+        self._large: deque[LargeMessage] = deque()  # under way; the first has its turn
         self._free_slots = deque(range(MAX_SLOTS))
         self._chunk_size = ChunkSize()
         self._write_lock = threading.Lock()
@@ -98,41 +114,45 @@ class Outgoing:
     def send(self, data: bytes, deadline: float = NEVER, more: bool = False, urgent: bool = False) -> None:
         """Send one small frame.
 
-        ``more``: another one follows at once from this thread; it, or ``flush``, sends both.
+        ``more``: this thread sends another frame at once; that one, or ``flush``, takes this one along.
         ``urgent``: never wait for room (control messages).
         """
         queue = self.queue
         if queue.closed:
             raise self._dead(Delivery.NOT_SENT)
         if queue.full and not urgent:
-            queue.wait_for_room(len(data), deadline)  # before it is queued: a call that is given up leaves nothing
+            if self.asleep:
+                self.flush()  # asks for a connection: without one there may never be room
+            queue.wait_for_room(len(data), deadline)  # before queueing: a call that times out here leaves no frame
         self._outbox.append(data)
         if not more:
             self.flush()
 
     def flush(self) -> None:
-        """Send what is in the outbox; never waits."""
-        mine = sigint.of_thread()
+        """Send the outbox, or leave it to the thread that writes now. Never waits."""
+        mine = sigint.here.guard
         mine.depth += 1
         try:
             while self._outbox and not self._blocked and not self._waiting:
                 if not self._write_lock.acquire(False):
-                    return  # the holder looks at the outbox again after it let go
+                    return  # the holder looks at the outbox again after its release
                 try:
                     self._drain()
                 finally:
                     self._write_lock.release()
+            if self.asleep and self._outbox:
+                self._wake()
         finally:
             mine.depth -= 1
             if mine.held is not None:
                 sigint.deliver()
 
     def flush_behind_others(self) -> None:
-        """Like ``flush``, before the link is closed: whoever writes now would look at the outbox again too late."""
+        """Like ``flush``, before the link is closed; waits for the lock, since its holder might look again too late."""
         if self._outbox:
             sigint.enter()
             try:
-                with self._write_lock:  # its holder does not wait
+                with self._write_lock:  # a moment: no holder waits for the kernel
                     self._drain()
             finally:
                 sigint.leave()
@@ -140,20 +160,20 @@ class Outgoing:
     def send_pieces(
         self, pieces: Sequence[Piece], deadline: float = NEVER, instead: Instead | None = nothing_instead
     ) -> None:
-        """Send one large message, waiting until the kernel has all of it.
+        """Send one large message, and return when the kernel has all of it.
 
-        ``instead`` gives what is sent if it is lost later; None: it is sent again.
+        ``instead`` gives the frames to send if the message is lost later; None: the message itself is sent again.
         """
-        sigint.enter()  # Ctrl-C comes through only where we wait, and between chunks
+        sigint.enter()  # Ctrl-C comes through only while this thread waits, and between chunks
         try:
             slot = self._take_slot(deadline)
             message = LargeMessage(pieces, slot, instead)
             self._large.append(message)
             try:
                 while self._send_chunk(message, deadline):
-                    sigint.pause(sigint.of_thread())
+                    sigint.pause(sigint.here.guard)
             except BaseException as error:
-                # Also of Ctrl-C: who catches it takes back what was to go with the message.
+                # Ctrl-C included: the handler must know whether to take back what was to go with the message.
                 delivery = Delivery.NOT_SENT if self._give_up(message) else Delivery.UNKNOWN
                 error.delivery = delivery  # type: ignore[attr-defined]
                 raise
@@ -183,7 +203,7 @@ class Outgoing:
             )
 
     def _send_chunk(self, message: LargeMessage, deadline: float) -> bool:
-        """Write the next chunk once it is this message's turn. False: that was the last."""
+        """Write the next chunk once it is this message's turn. False: that was the last chunk."""
         if self._large[0] is not message:
             stop_reading()
             self.queue.wait_while(lambda: self._large[0] is not message and not self.queue.closed, deadline)
@@ -200,7 +220,7 @@ class Outgoing:
             try:
                 in_time = self._write_out(deadline)
             except _Interrupted:
-                return True  # the next connection begins with what the peer lacks of it
+                return True  # the next connection begins with the chunks that the peer lacks
             except BaseException:
                 self._return_chunk(message)
                 raise
@@ -222,40 +242,40 @@ class Outgoing:
                 self.queue.wake_waiting()
 
     def _return_chunk(self, message: LargeMessage) -> None:
-        """Under the write lock: nobody waits for the end of the last chunk any more. Forget it if no byte has gone.
+        """Under the write lock, for a sender that stops waiting: forget its last chunk if no byte of it has left.
 
-        One that is partly gone is finished by the I/O thread. That needs a copy of what is left: the caller, told of a
-        timeout, may change its tensors.
+        The I/O thread finishes a chunk that has left in part.
         """
         last = self._kept[-1] if self._kept else None
         if isinstance(last, Chunk) and last.message is message:
             pieces = last.pieces()
             count = len(pieces)
-            gone_or_going = self._transport.pending_bytes
+            gone_or_going = self._transport.pending_bytes  # of a record begun: they leave, though still unsent here
             if len(self._unsent) >= count and _size(self._unsent) >= sum(map(len, pieces)) + gone_or_going:
                 for _ in range(count):
                     self._unsent.pop()
                 self._kept.pop()
                 message.return_chunk(last)
-        self._unsent = deque(memoryview(bytes(piece)) for piece in self._unsent)
 
     def _give_up(self, message: LargeMessage) -> bool:
-        """Its sender wants the message back. False: all of it has gone, or will."""
+        """Take the message back for its sender. False: all of it has left, or will."""
         with self._write_lock:
-            if message.cut_bytes == message.size_bytes:
+            # Copy the unsent bytes: another thread writes them, perhaps over the next connection, while the caller,
+            # which has its error by then, may change its tensors.
+            self._unsent = deque(memoryview(bytes(piece)) for piece in self._unsent)
+            is_whole = message.cut_bytes == message.size_bytes
+            if is_whole:
                 message.written()
-                return False
-            farewell = message.give_up()
-        if farewell is not None:
-            self._outbox.append(farewell)
-            self.flush()
-        return True
+            elif (farewell := message.give_up()) is not None:
+                self._outbox.append(farewell)
+        self.flush()  # also the frames that other threads left to the holder of the lock
+        return not is_whole
 
     def send_with_descriptor(self, data: bytes, descriptor: int, deadline: float, unkept: Unkept = NOBODYS) -> None:
         """Send one small frame and, with its first byte, a descriptor.
 
-        If the connection breaks it is lost, and ``unkept`` told so, even before its first byte: the descriptor is the
-        caller's, who may close it.
+        If the connection breaks, even before the first byte, the frame is lost, and ``unkept.lost`` is called: the
+        caller owns the descriptor and may close it, so the frame cannot be sent again.
         """
         self._lock_for_writing(deadline)
         taken = 0
@@ -277,12 +297,12 @@ class Outgoing:
         except TransportError as error:
             self._on_error(error, self._transport)
         except _Interrupted:
-            unkept.lost()  # nothing of it has left, and nobody else knows of it
+            unkept.lost()  # no byte has left, and ``_kept`` does not have it: the session will not call this
         finally:
             self._unlock_after_writing()
 
     def _lock_for_writing(self, deadline: float) -> None:
-        """Take the write lock. From here to ``_unlock_after_writing`` Ctrl-C comes through only where we wait."""
+        """Wait for a connection and take the write lock. Until ``_unlock_after_writing``, Ctrl-C ends only waits."""
         sigint.enter()
         try:
             while True:
@@ -298,19 +318,28 @@ class Outgoing:
             sigint.leave()
             raise
         if self._blocked:
-            self._set_blocked(False)  # this thread goes on with what the I/O thread was to send
+            self._set_blocked(False)  # this thread writes what was left to the I/O thread
 
     def _wait_for_connection(self, deadline: float) -> None:
         stop_reading()
-        self.queue.wait_while(lambda: self.queue.down and not self.queue.closed, deadline)
+        self.queue.wait_while(self._waits_for_connection, deadline)
         if self.queue.down and not self.queue.closed and monotonic() >= deadline:
             raise RpcTimeout(f"{self._name} could not be reached again in time", Delivery.NOT_SENT)
 
+    def _waits_for_connection(self) -> bool:
+        if self.asleep:
+            self._wake()
+        return self.queue.down and not self.queue.closed
+
+    def _wake(self) -> None:
+        self.asleep = False
+        self._on_wanted()
+
     def _unlock_after_writing(self) -> None:
         if self.queue.down:
-            pass  # what is unsent was kept; the next connection begins with it
+            pass  # ``_kept`` has the unsent frames; the next connection begins with them
         elif self._unsent and not self.queue.closed:
-            self._set_blocked(True)  # interrupted or out of time in the middle of a frame: the I/O thread goes on
+            self._set_blocked(True)  # interrupted or out of time in the middle of a frame: the I/O thread ends it
         else:
             self.queue.has_room()
         self._write_lock.release()
@@ -318,7 +347,7 @@ class Outgoing:
         sigint.leave()
 
     def _write_out(self, deadline: float) -> bool:
-        """Under the write lock: send all that is unsent, waiting for room. False: the deadline came first."""
+        """Under the write lock: send all unsent bytes, waiting for the kernel. False: the deadline came first."""
         try:
             while self._unsent:
                 if not self._send_some():
@@ -332,20 +361,20 @@ class Outgoing:
         return True
 
     def _wait_writable(self, timeout_s: float) -> None:
-        """Under the write lock, and shielded: wait for the kernel, without the lock; Ctrl-C may end this wait."""
+        """Under the write lock, shielded: release it, wait for the kernel, take it again. Ctrl-C may end the wait."""
         stop_reading()
         transport = self._transport
-        self.queue.full = True  # who queues small frames meanwhile must not do so without bound
-        self._waiting += 1  # and leaves them to us: we take them along
+        self.queue.full = True  # bounds the small frames that other threads queue meanwhile
+        self._waiting += 1  # and makes them leave those frames to this thread
         self._write_lock.release()
-        mine = sigint.of_thread()
+        mine = sigint.here.guard
         depth, mine.depth = mine.depth, 0
         try:
             if mine.held is not None:
                 sigint.deliver()
             transport.wait_writable(timeout_s)
         except TransportError as error:
-            self._on_error(error, transport)  # of this one: there may be another by now
+            self._on_error(error, transport)  # of this transport: the link may have another by now
             raise _Interrupted from error
         finally:
             mine.depth = depth
@@ -355,7 +384,7 @@ class Outgoing:
             raise _Interrupted
 
     def _send_some(self) -> bool:
-        """Under the write lock, and shielded: one system call. False: the kernel takes nothing now."""
+        """Under the write lock, shielded: one system call. False: the kernel takes nothing now."""
         unsent = self._unsent
         taken = self._transport.send([unsent[index] for index in range(min(len(unsent), 64))])
         self.bytes_sent += taken
@@ -368,9 +397,11 @@ class Outgoing:
         return True
 
     def _drain(self) -> None:
-        """Under the write lock, and shielded: send the outbox as far as the kernel takes it now."""
+        """Under the write lock, shielded: send as much of the outbox as the kernel takes now."""
         if self.queue.down:
-            self._blocked = True  # it broke before we had the lock: what counts as written may be settled already
+            # The connection broke before this thread had the lock. `resumed` may have settled which frames count as
+            # written, so take none out of the outbox.
+            self._blocked = True
             return
         try:
             before = self.bytes_sent
@@ -391,8 +422,8 @@ class Outgoing:
                     self._unsent.append(memoryview(data)[taken:])
                 if not self._send_some():
                     self._set_blocked(True)
-                    # Without a poller that reports "writable" as long as it is true, room made before the line above
-                    # was reported to nobody: look once more.
+                    # A transport without a descriptor reports "writable" once, not for as long as it is true. Room
+                    # made before the line above was reported to nobody: try once more.
                     if self._descriptor is None and self._send_some():
                         self._set_blocked(False)
                         continue
@@ -404,7 +435,7 @@ class Outgoing:
             self._on_error(error, self._transport)
 
     def _take_outbox(self) -> list[bytes]:
-        """Under the write lock: what is queued, which from now on counts as written."""
+        """Under the write lock: take the queued frames, which count as written from now on."""
         outbox = self._outbox
         taken = [outbox.popleft() for _ in range(len(outbox))]
         self._kept.extend(taken)
@@ -418,7 +449,7 @@ class Outgoing:
             self._loop.want_write(self._descriptor, blocked)
 
     def _count_queued(self, sent_bytes: int | None) -> None:
-        """The kernel is full: how much is queued now, after ``sent_bytes`` of it went (None: count anew)."""
+        """The kernel is full: subtract ``sent_bytes`` from the count of queued bytes (None: count anew)."""
         if sent_bytes is None:
             self.queue.set_queued(_size(self._unsent) + sum(map(len, tuple(self._outbox))))
         else:
@@ -428,7 +459,7 @@ class Outgoing:
         """On the I/O thread: the kernel has room again."""
         if self._blocked and not self.queue.down and self._write_lock.acquire(False):
             try:
-                # Unblocked first: who appends to the outbox from now on will try to flush.
+                # Unblock first: a thread that appends to the outbox from now on will try to flush.
                 self._set_blocked(False)
                 self._drain()
             finally:
@@ -436,52 +467,104 @@ class Outgoing:
             self.flush()
 
     def pause(self) -> None:
-        """The connection is broken: nothing is written until there is another one. From any thread, without a lock."""
+        """The connection is broken: write nothing until the next one. From any thread, without the lock."""
         self._blocked = True
         self.queue.down = True
         self.queue.full = True
-        self.queue.wake_waiting()  # some of them wait for the end
+        self.queue.wake_waiting()  # `end_sending` and `Link.wait_closed` wait for this, too
 
     def detach(self) -> None:
-        """On the I/O thread: the broken connection is nobody's business any more."""
+        """On the I/O thread: let go of the broken connection, and of the bytes that it did not take."""
         with self._write_lock:
             self.pause()
             self._descriptor = None
             self._unsent.clear()
             self.queue.queued_bytes = sum(map(len, tuple(self._outbox)))
 
-    def resumed(self, session: Session, received: int) -> list[Piece]:
-        """On the I/O thread, after `detach`: what the peer, which has ``received`` frames, lacks.
+    def resumed(self, session: Session, received: int) -> None:
+        """On the I/O thread, after `detach`: the peer has ``received`` frames; those it lacks become unsent again.
 
-        From here to `attach` nothing is written, nor counts as written.
+        Until `attach`, nothing is written, nor counts as written. Senders that give up meanwhile copy the unsent bytes.
         """
         with self._write_lock:
-            return session.resumed(received)
+            self._unsent = deque(memoryview(piece) for piece in session.resumed(received))
 
-    def attach(self, transport: Transport, missing: Sequence[Piece]) -> None:
-        """On the I/O thread: go on over ``transport``, beginning with what ``resumed`` gave."""
+    def attach(self, transport: Transport) -> None:
+        """On the I/O thread: go on over ``transport``, beginning with the frames that `resumed` found."""
         with self._write_lock:
-            self._unsent = deque(memoryview(piece) for piece in missing)
             self.queue.queued_bytes += _size(self._unsent)
             self._transport = transport
             self._descriptor = transport.fileno()
-            self.queue.down = False
-            self._set_blocked(False)
-            sigint.enter()
-            try:
-                self._drain()
-            finally:
-                sigint.leave()
+            self._go_on()
         self.flush()
         self.queue.wake_waiting()
 
+    def _go_on(self) -> None:
+        """Under the write lock: mark the link up and write what is queued."""
+        self.asleep = self.queue.down = False
+        self._set_blocked(False)
+        sigint.enter()
+        try:
+            self._drain()
+        finally:
+            sigint.leave()
+
+    def pause_behind(self, last: bytes, session: Session, received: int | None = None) -> bool:
+        """On the I/O thread: write ``last``, and nothing behind it until `unpause` or another connection.
+
+        ``received``: how many frames the peer has. False: it lacks some, or there is more to write; not paused, though
+        ``last`` may have left.
+        """
+        if not self._write_lock.acquire(False):
+            return False
+        sigint.enter()
+        try:
+            if self._outbox or self._unsent or self._large or self._blocked or self._waiting or self.queue.down:
+                return False
+            if self._stays:
+                return False
+            if received is not None and not session.has_all(received):
+                return False
+            # Not through the outbox: a drain would send frames that other threads append meanwhile behind ``last``.
+            self._kept.append(last)
+            taken = self._transport.send_bytes(last)
+            self.bytes_sent += taken
+            if taken < len(last):
+                self._unsent.append(memoryview(last)[taken:])  # the kernel is full: ``last`` goes, others behind it
+                self._drain()
+                return False
+            self.pause()
+            return True
+        except TransportError as error:
+            self._on_error(error, self._transport)
+            return False
+        finally:
+            sigint.leave()
+            self._write_lock.release()
+            self.flush()
+
+    def unpause(self, *, for_good: bool = False) -> None:
+        """Go on over the connection after `pause_behind`. ``for_good``: and refuse every later `pause_behind`."""
+        with self._write_lock:
+            self._stays = self._stays or for_good
+            if self.queue.down and not self.queue.closed:
+                self._go_on()
+        self.flush()
+        self.queue.wake_waiting()
+
+    def sleep(self) -> None:
+        """On the I/O thread: nobody dials before something is to be sent."""
+        self.asleep = True
+        self.queue.wake_waiting()  # a thread that waits for a connection asks for one (`_waits_for_connection`)
+        self.flush()  # and so does a frame that was queued before the first line
+
     def queued_calls(self) -> frozenset[int]:
-        """The calls whose requests wait here and were never written."""
+        """The ids of calls whose requests are queued and were never written."""
         heads = (HEADER.unpack_from(data) for data in tuple(self._outbox))
         return frozenset(head[4] for head in heads if head[2] == REQUEST)
 
     def end_sending(self, deadline: float) -> None:
-        """Write out what is queued, then tell the peer that nothing follows; reading goes on."""
+        """Write out the queue, then end this direction of the stream; reading goes on."""
         self.queue.wait_while(lambda: bool(self._large) and not self.queue.down and not self.queue.closed, deadline)
         if not self.queue.down and self._write_lock.acquire(True, bounded(deadline - monotonic())):
             try:
@@ -490,17 +573,17 @@ class Outgoing:
                     if self._write_out(deadline):
                         self._transport.end_sending()
             except _Interrupted:
-                pass  # the peer was faster
+                pass  # the peer ended the connection first
             finally:
                 self._write_lock.release()
 
     def close(self) -> None:
-        """Nothing is sent any more; whoever waits for room learns it."""
+        """Send nothing any more, and wake up the waiting senders."""
         self.queue.closed = True
         self.queue.wake_waiting()
 
     def forget(self) -> None:
-        """After ``close``: drop what is queued, once nobody writes."""
+        """After ``close``: drop what is queued, once no thread writes."""
         with self._write_lock:
             self._descriptor = None
             self._unsent.clear()

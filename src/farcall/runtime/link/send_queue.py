@@ -1,10 +1,10 @@
-"""Who has to wait before something can be sent: the queue of senders at one link, and how much is queued before them.
+"""The threads that wait to send over one link, and the backlog that they wait for.
 
-Owns the gates of waiting threads and the count of queued bytes. Knows neither bytes nor connections: `send.py` says
-when the kernel is full, when there is no connection, and when there is room again.
+Owns the gates of waiting threads and the count of queued bytes. Knows neither bytes nor connections: `send.py` reports
+when the kernel is full, when the link is down, and when there is room again.
 
-Readers never wait in here, nor does the I/O thread: the peer may be waiting for them to read. Nor does a thread with a
-running event loop, which has other things to do; the timeouts of its calls bound what it queues.
+Readers and the I/O thread never wait for room: the peer may be waiting for them to read. Nor does a thread with a
+running event loop, which would hold up its other tasks; the timeouts of its calls bound what it queues.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from farcall.transport.interface import WAIT_SLICE_S
 
 
 class SendQueue:
-    """The senders of one link that wait, and why."""
+    """The waiting senders of one link. Mutable: their gates, why they wait, and the size of the backlog."""
 
     __slots__ = ("_backlog_limit", "_loop", "_name", "_waiting", "closed", "down", "full", "queued_bytes")
 
@@ -34,26 +34,26 @@ class SendQueue:
         self._waiting: deque[threading.Lock] = deque()
         self.closed: bool = False
         self.down: bool = False
-        """Is there no connection at the moment?"""
+        """Is the link without a connection now?"""
         self.full: bool = False
-        """Does the kernel take no more at the moment, whoever writes?"""
+        """Does the kernel take no more now, so that frames queue up?"""
         self.queued_bytes: int = 0
 
     def has_room(self) -> None:
-        """Nothing waits for the kernel any more."""
+        """The kernel has taken the whole backlog: wake up all senders."""
         if self.full:
             self.full = False
             self.queued_bytes = 0
             self.wake_waiting()
 
     def set_queued(self, size_bytes: int) -> None:
-        """So much is queued now; let senders go on if that is little enough."""
+        """The backlog is ``size_bytes`` now; wake up the senders if it is within its limit."""
         self.queued_bytes = size_bytes
         if size_bytes <= self._backlog_limit:
             self.wake_waiting()
 
     def wake_waiting(self) -> None:
-        """Have every waiting thread look again."""
+        """Have every waiting thread check its condition again."""
         waiting = self._waiting
         while waiting:
             try:
@@ -62,7 +62,7 @@ class SendQueue:
                 return  # another thread was faster
 
     def wait_for_room(self, size_bytes: int, deadline: float) -> None:
-        """The kernel is full and a small frame is to be queued: wait if too much is queued already."""
+        """Before a small frame is queued while the kernel is full: wait if the backlog is too large."""
         if not self._loop.on_thread() and reading.link is None and not in_event_loop():
             self.wait_while(lambda: self.full and self.queued_bytes > self._backlog_limit and not self.closed, deadline)
             if monotonic() >= deadline and self.full and self.queued_bytes > self._backlog_limit:
@@ -71,15 +71,15 @@ class SendQueue:
         self.queued_bytes += size_bytes
 
     def wait_while(self, condition: Callable[[], bool], deadline: float) -> None:
-        """Sleep while ``condition`` holds, looking again at each ``wake_waiting``, until ``deadline`` at most.
+        """Sleep while ``condition`` holds, checking it at each ``wake_waiting``, until ``deadline`` at most.
 
-        Not a Condition: Ctrl-C in the middle of that would leave its lock behind.
+        Not a ``threading.Condition``: Ctrl-C in the middle of its ``wait`` could leave its lock taken.
         """
-        mine = sigint.of_thread()
+        mine = sigint.here.guard
         gate = threading.Lock()
         gate.acquire()
         self._waiting.append(gate)
-        while condition():  # after the line above: whoever changes it from now on opens the gate
+        while condition():  # after the append: a thread that changes it from now on opens the gate
             remaining = deadline - monotonic()
             if remaining <= 0:
                 return

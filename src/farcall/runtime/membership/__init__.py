@@ -1,1 +1,1 @@
-"""Who is a member, who hears of it, and the way out."""
+"""Failure detection, the reactions to members that come and go, and graceful shutdown."""

@@ -1,12 +1,13 @@
-"""What follows when members come and go: programs are told, and calls to those who are gone fail.
+"""Reactions to members that come and go: programs get events, and calls to members that are gone fail.
 
-Owns the subscriptions of programs (`MemberEvents`) and the list of what a change means to the node's parts
-(`MemberChanges`). Decides nothing about who is a member (`failure_detector.py` does), and keeps no peer.
+Owns the subscriptions of programs (`MemberEvents`) and what the parts of the node do about each change
+(`MemberChanges`). Does not decide who is a member (`failure_detector.py` does), and keeps no peer.
 
 Thread rules
-- Callbacks of programs run on worker threads, one event after the other in the order in which this node learned of
-  them, so a callback may make calls; an event waits for the callbacks of the one before it.
-- `MemberChanges` is told by the node's peer table, on the I/O thread; only ``fail_unsent`` may be called from any.
+- Callbacks of programs run on worker threads, so a callback may make calls. Events come one at a time, in the order in
+  which this node learned of them: each waits for the callbacks of the event before it.
+- The node's peer table calls `MemberChanges` on the I/O thread; only ``awaited`` and ``fail_unsent`` may be called from
+  any thread.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ MEMBER_EVENTS = ("joined", "left", "unresponsive", "recovered", "dead", "rejoine
 
 
 class MemberEvent(NamedTuple):
-    """What became of a member.
+    """A change of a member.
 
     ``kind`` is ``"joined"``, ``"left"``, ``"unresponsive"``, ``"recovered"`` (from suspicion), ``"dead"``, or
-    ``"rejoined"``, of this worker itself: it was expelled, and is a new member. ``incarnation`` says which start of the
-    worker; ``why`` is for people.
+    ``"rejoined"``, for this worker itself: it was expelled, and is a new member. ``incarnation`` identifies one start
+    of the worker; ``why`` is for people.
     """
 
     kind: str
@@ -58,12 +59,13 @@ class MemberEvent(NamedTuple):
 
 
 class MemberEvents:
-    """The subscriptions of programs to what becomes of members. A task of the executor."""
+    """The subscriptions of programs to changes of members. A task of the executor, which runs the callbacks."""
 
     expected_s = UNKNOWN_S
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
+        # Mutable, under the lock: the subscribers, the events not delivered yet, and whether a worker delivers them.
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[MemberEvent], object]] = []
         self._inboxes: weakref.WeakSet[_Inbox] = weakref.WeakSet()
@@ -72,7 +74,7 @@ class MemberEvents:
         self._ended = False
 
     def subscribe(self, callback: Callable[[MemberEvent], object]) -> Callable[[], None]:
-        """Have ``callback`` told of events from now on; what is returned ends that."""
+        """Call ``callback`` with every event from now on; returns the function that ends the subscription."""
         with self._lock:
             self._callbacks.append(callback)
 
@@ -84,12 +86,12 @@ class MemberEvents:
         return unsubscribe
 
     def take_over(self, before: MemberEvents) -> None:
-        """Tell those who subscribed to the events of this node's former membership. Before anybody does here."""
+        """Take over the subscriptions of this node's former membership. Call before the first ``subscribe`` here."""
         with before._lock:
             self._lock, self._callbacks, self._inboxes = before._lock, before._callbacks, before._inboxes
 
     def tell(self, event: MemberEvent) -> None:
-        """Something happened. From any thread; never waits."""
+        """Queue ``event`` for the callbacks. From any thread; never waits."""
         with self._lock:
             if not self._callbacks or self._ended:
                 return
@@ -100,7 +102,7 @@ class MemberEvents:
         self._executor.submit(self)
 
     def run(self, more: bool) -> None:
-        """On a worker: tell what there is to tell."""
+        """On a worker thread: deliver all queued events."""
         while True:
             with self._lock:
                 if not self._events:
@@ -115,10 +117,10 @@ class MemberEvents:
                     logger.exception("a callback of on_member failed (%s: %s)", event.worker.name, event.kind)
 
     def drop(self) -> None:
-        """The node ended first."""
+        """The executor ended before it ran this task: the events are lost with the node."""
 
     def end(self) -> None:
-        """The node ends: so do the iterators."""
+        """The node ends: end the iterators."""
         with self._lock:
             self._ended = True
             inboxes = list(self._inboxes)
@@ -135,7 +137,8 @@ class MemberEvents:
             else:
                 self._inboxes.add(inbox)
         events = _events_in(inbox)
-        weakref.finalize(events, unsubscribe).atexit = False  # also if nobody has ever looked at it
+        # Not a ``finally`` in the generator: that would not run if the iterator is dropped before its first step.
+        weakref.finalize(events, unsubscribe).atexit = False
         return events
 
 
@@ -150,7 +153,7 @@ def _wake(waiting: asyncio.Future[None]) -> None:
 
 
 class _Inbox:
-    """Events on their way from worker threads to a coroutine; None: there will be no more."""
+    """Events on their way from worker threads to a coroutine; None ends the iteration."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -178,13 +181,13 @@ class _Inbox:
 
 
 _lost_processes: dict[int, float] = {}
-"""Processes of this host that other members were lost with, and when."""
+"""Process ids, on this host, of lost members, and when each was lost."""
 
 
 def wait_for_lost_processes() -> None:
-    """At the end of this process: let those end first whose loss may be the reason, within ENDS_S.
+    """At the end of this process: wait up to ENDS_S until recently lost processes have ended.
 
-    Whoever started them all reports the first that fails, and this one has only lost another.
+    A launcher reports the first process that fails. Their loss may be why this one fails, so they should end first.
     """
     deadline = monotonic() + ENDS_S
     for process, lost_at in list(_lost_processes.items()):
@@ -193,7 +196,7 @@ def wait_for_lost_processes() -> None:
         try:
             descriptor = os.pidfd_open(process)
         except (AttributeError, OSError):
-            continue  # not on this system; or it has ended
+            continue  # this system has no pidfd_open, or the process has ended
         try:
             ended = select.poll()
             ended.register(descriptor, select.POLLIN)
@@ -203,7 +206,7 @@ def wait_for_lost_processes() -> None:
 
 
 class MemberChanges:
-    """What a node does about each change among its members."""
+    """The reactions of a node to each change among its members."""
 
     def __init__(
         self,
@@ -220,9 +223,9 @@ class MemberChanges:
         joined_hooks: Sequence[Callable[[Peer], None]],
         gone_hooks: Sequence[Callable[[Peer], None]],
     ) -> None:
-        """``is_over``: has this node itself ended? ``entry``: in a group whose members come and go.
+        """``is_over``: has this node itself ended? ``entry``: None in a group of fixed size.
 
-        The hooks may become more later.
+        The owner may append hooks later.
         """
         self._name = name
         self._is_over = is_over
@@ -236,17 +239,17 @@ class MemberChanges:
         self._joined_hooks = joined_hooks
         self._gone_hooks = gone_hooks
         self.peers_lost: int = 0
-        """Members whose link has died although they did not say that they leave."""
+        """The number of members lost without a goodbye. The only field that changes."""
 
     def on_entered(self, peer: RemotePeer) -> None:
-        """A member joined; nothing of it has been read yet."""
+        """A member joined; no frame from it has been read yet."""
         self._leaving.on_peer_came(peer)
         for hook in self._joined_hooks:
             hook(peer)
 
     def on_change(self, kind: str, member: Member, why: str) -> None:
         """A member joined, left, died, is unresponsive, or recovered."""
-        # One warning for a death: that of `on_gone`.
+        # Info only: the one warning for a death is that of `on_gone`.
         logger.info("%s: %s (rank %d) %s%s", self._name, member.name, member.rank, kind, f": {why}" * bool(why))
         self._event_log.note(kind, member.name, text=why)
         if self._entry is not None and kind in ("joined", "left", "dead"):
@@ -264,7 +267,7 @@ class MemberChanges:
         self._event_log.note(RECONNECTED, info.name)
 
     def on_gone(self, peer: RemotePeer, reason: str) -> None:
-        """Once: a member's link is dead. Whoever waits for it learns it now."""
+        """Called once per member: its link is dead. Fail the calls to it now."""
         peer.close()
         self._admission.forget(peer)
         if peer.leaving:
@@ -272,9 +275,11 @@ class MemberChanges:
             logger.log(level, "%s: %s %s", self._name, peer.info.name, peer.farewell)
         elif not self._is_over():
             self.peers_lost += 1
-            logger.warning("%s: lost %s: %s", self._name, peer.info.name, reason)
+            # A member without a link had no calls with this node; the log line of `on_change` suffices for it.
+            level = logging.WARNING if peer.linked else logging.DEBUG
+            logger.log(level, "%s: lost %s: %s", self._name, peer.info.name, reason)
         how = peer.farewell if peer.leaving else f"is gone: {reason}"
-        if not peer.leaving or peer.farewell != LEFT:
+        if peer.linked and not (peer.leaving and peer.farewell == LEFT):
             now = monotonic()
             for process in [process for process, at in _lost_processes.items() if now - at > RECENTLY_S]:
                 del _lost_processes[process]
@@ -291,8 +296,12 @@ class MemberChanges:
             hook(peer)
         self._leaving.on_peer_gone(peer)
 
+    def awaited(self) -> set[Peer]:
+        """The members from which this node awaits answers. From any thread."""
+        return {call.peer for call in self._calls.snapshot()}
+
     def fail_unsent(self, call_id: int, why: str) -> None:
-        """A request was not sent after all: have its caller told, from any thread."""
+        """A request was not sent after all: fail its call, on the I/O thread. From any thread."""
 
         def fail() -> None:
             call = self._calls.claim(call_id)

@@ -1,12 +1,12 @@
-"""Watching over the members: drives the membership machine with what really happens on this node.
+"""Failure detection: drives the membership machine with the events of this node.
 
-Owns the machine, its clock and who wants to hear of changes. The machine decides; links are made, used and ended by
-`table.py`, which carries its effects out. Everything here runs on the I/O thread, but for what says otherwise.
+Owns the machine and its timer. The machine decides; the peer table (`table.py`) carries out its effects: it makes, uses
+and ends links. Everything here runs on the I/O thread, unless a docstring says otherwise.
 
-Before the machine looks at the time it is told whose links have brought anything since (``Heard``), every byte counts,
-and whether the hosts of those who do not answer do (``HostSeen``): that costs a look at every link each time something
-is due, and nothing per frame. No thread of a member's own says that it lives: none could run while the interpreter
-is held. Its kernel speaks for it.
+Before each deadline of the machine this file reports which links have brought bytes since the last one (``Heard``), and
+whether the hosts of unresponsive members answer (``HostSeen``). That costs a look at every link per deadline, and
+nothing per frame. A heartbeat thread in each member was rejected: it could not run while other code holds the GIL. The
+kernel of a member's host speaks for it instead.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ logger: logging.Logger = logging.getLogger("farcall")
 
 
 def chosen(options: RpcBackendOptions) -> MembershipOptions:
-    """What the user chose about failure detection."""
+    """The user's options for failure detection."""
     return MembershipOptions(
         options.membership.probe_interval_s,
         options.membership.probe_timeout_s,
         options.membership.suspicion_s,
         options.membership.indirect_probes,
         unresponsive_s=options.membership.unresponsive_s,
+        full_mesh=options.membership.full_mesh,
     )
 
 
 class Reach(Protocol):
-    """Who carries out what the machine says; on the I/O thread, and without waiting."""
+    """Carries out the machine's effects; on the I/O thread, without waiting."""
 
     def send_news(self, incarnation: int, message: Message) -> None:
-        """Send it if that incarnation can be reached."""
+        """Send ``message`` if that incarnation can be reached."""
 
     def links(self) -> Iterator[tuple[int, Link]]:
-        """All links, and whose they are."""
+        """All links, each with the incarnation of its peer."""
 
     def host_answers(self, incarnation: int) -> bool:
-        """Does the kernel of an unresponsive member's host answer, as far as was tried?"""
+        """Did the kernel of an unresponsive member's host answer at the last attempt?"""
 
     def on_joined(self, member: Member) -> None: ...
 
@@ -62,7 +63,7 @@ class Reach(Protocol):
 
     def on_silent(self, incarnation: int) -> None: ...
 
-    def on_left(self, member: Member) -> None: ...
+    def on_left(self, member: Member, why: str) -> None: ...
 
     def on_died(self, member: Member, why: str) -> None: ...
 
@@ -82,7 +83,8 @@ class FailureDetector:
         *,
         is_fixed: bool,
     ) -> None:
-        """``members``: those of the first hour; None: this node has to join. ``is_fixed``: a group of fixed size."""
+        """``members``: the first members; None: this node has to join. ``is_fixed``: a group of fixed size."""
+        # Mutable: the machine (replaced by `found`), bytes heard per link, the two flags, and the public fields.
         self._options = options
         self._machine = MembershipMachine(me, members, options, random.Random(), monotonic(), is_fixed=is_fixed)
         self._loop = loop
@@ -93,26 +95,29 @@ class FailureDetector:
         self._stopped = False
         self._settled = Gate()
         self.agreed_to_leave: bool = False
-        """Have all members agreed to leave? Then nobody is let in."""
+        """Have all members agreed to leave? Then the group admits nobody."""
         self.why_refused: str | None = None
         self.expelled_by: int = 0
-        """Who told this node that it is dead, if that is known."""
+        """The incarnation that told this node of its death; 0: unknown."""
 
     # ------------------------------------------------------------------ from other threads
 
     def begin(self) -> None:
-        """All links stand: look at the time from now on. From any thread."""
+        """All links stand: start the machine's timer. From any thread."""
         self._running = True
         self._timer.at(0.0)
 
-    def join_through(self, incarnation: int, timeout_s: float, is_lost: Callable[[], bool]) -> bool:
-        """Ask ``incarnation``, to which there is a link, to let this node in; False if nothing came of it.
+    def join_through(
+        self, incarnation: int, former: tuple[Member, ...], timeout_s: float, is_lost: Callable[[], bool]
+    ) -> bool:
+        """Ask ``incarnation``, over an existing link, to let this node in; False: not admitted in time, or refused.
 
-        Raises nothing: see ``why_refused``. From the thread that starts the node.
+        ``former``: members that this node knew in its former membership. Raises nothing: see ``why_refused``. From the
+        thread that starts the node.
         """
         deadline = monotonic() + timeout_s
         self.begin()
-        self._loop.call_soon(lambda: self.feed(events.LocalJoin(incarnation)))
+        self._loop.call_soon(lambda: self.feed(events.LocalJoin(incarnation, former)))
         while not self.belongs and self.why_refused is None:
             remaining_s = deadline - monotonic()
             if remaining_s <= 0 or is_lost():
@@ -121,15 +126,15 @@ class FailureDetector:
         return self.belongs
 
     def found(self) -> None:
-        """There is nobody to ask: be the first member of a group. From the thread that starts the node."""
-        self._running = False  # until `begin`, as for members of the first hour
+        """No member exists to ask: become the first member of a group. From the thread that starts the node."""
+        self._running = False  # until `begin`, as for the first members of any group
         me = self.me
         self._machine = MembershipMachine(me, [me], self._options, random.Random(), monotonic())
         self._received = {}
 
     @property
     def belongs(self) -> bool:
-        """Is this node one of those that belong together?"""
+        """Is this node a member, perhaps a leaving one?"""
         return self._machine.state in (State.MEMBER, State.LEAVING)
 
     def leave(self, timeout_s: float) -> None:
@@ -140,66 +145,76 @@ class FailureDetector:
             self._settled.wait(0.05)
 
     def stop(self) -> None:
-        """Say and hear no more. From any thread."""
+        """Feed the machine no more events and deadlines. From any thread."""
         self._running = False
         self._stopped = True
 
     def is_member(self, incarnation: int) -> bool:
-        """Is that one neither dead nor gone, as far as is known? From any thread."""
+        """Is ``incarnation`` a known member, neither dead nor gone? From any thread."""
         status = self.status_of(incarnation)
         return status is not None and status < Status.DEAD
 
+    def neighbours(self) -> frozenset[int]:
+        """The members that this one keeps in touch with. On the I/O thread, or before that hears of members."""
+        return self._machine.table.neighbours()
+
+    @property
+    def is_near_all(self) -> bool:
+        """Is the group so small that this member keeps in touch with all others? From any thread."""
+        return self._machine.table.neighbours.are_all
+
+    def is_neighbour(self, incarnation: int) -> bool:
+        """Is ``incarnation`` a neighbour? On the I/O thread."""
+        return incarnation in self._machine.table.neighbours()
+
     def unresponsive(self) -> dict[int, float]:
-        """The members that answer nobody, by incarnation, and since how many seconds. From any thread."""
+        """The unresponsive members, by incarnation, and for how many seconds they have been so. From any thread."""
         return self._machine.unresponsive(monotonic())
 
     # ------------------------------------------------------------------ on the I/O thread
 
     @property
     def me(self) -> Member:
-        """This node; with its admission number, once it has one."""
+        """The record of this node, with its admission number once it has one."""
         return self._machine.table.myself
 
     @property
     def is_lowest(self) -> bool:
-        """Has this node the lowest rank of all members?"""
+        """Does this node have the lowest rank of all members?"""
         return self._machine.table.lowest_rank().incarnation == self._machine.me
 
     @property
     def is_over(self) -> bool:
-        """Does a group of fixed size end, since a member has left? From any thread."""
+        """Is a group of fixed size over, since a member leaves or has left? From any thread."""
         return self.agreed_to_leave or self._stopped or self._machine.table.is_over
 
     def status_of(self, incarnation: int) -> Status | None:
-        """What is known of an incarnation; None: nothing."""
+        """The status of an incarnation; None: unknown."""
         entry = self._machine.table.entries.get(incarnation)
         return None if entry is None else entry.status
 
     def member_of(self, incarnation: int) -> Member | None:
-        """Who an incarnation is or was, if that is known."""
-        entry = self._machine.table.entries.get(incarnation)
-        return None if entry is None else entry.member
+        """The record of a present or former member, if known."""
+        return self._machine.record_of(incarnation)
 
     def members(self) -> list[Member]:
-        """All members, oneself included."""
+        """All members, this node included."""
         return self._machine.table.members()
 
-    def acquaintances(self) -> list[Member]:
-        """All others that this node knew and that have not left, also the dead: if it was cut off, those live."""
-        table = self._machine.table
-        entries = [entry for entry in table.entries.values() if entry.status is not Status.LEFT]
-        return [entry.member for entry in entries if entry.member is not None and entry.incarnation != table.me]
+    def known_members(self) -> list[Member]:
+        """All other members that have not left, the dead included: if this node was cut off, the dead are alive."""
+        return self._machine.known_members()
 
     def on_message(self, incarnation: int, message: Message) -> None:
         """A membership message came over a link of ``incarnation``."""
         self.feed(events.Received(incarnation, message))
 
     def on_goodbye(self, incarnation: int, why: str) -> None:
-        """``incarnation`` has said itself that it goes; ``why`` is empty where it wants to."""
+        """``incarnation`` said goodbye; ``why`` is empty if it leaves of its own will."""
         self.feed(events.Received(incarnation, Gossip((Update(incarnation, Status.LEFT, 0, None, why),))))
 
     def feed(self, event: events.Event) -> None:
-        """Tell the machine what happened."""
+        """Feed ``event`` to the machine, and carry out its effects."""
         if self._stopped:
             return
         self._carry_out(self._machine.handle(event, monotonic()))
@@ -234,7 +249,7 @@ class FailureDetector:
         dying = {effect.member.incarnation for effect in effects if isinstance(effect, events.MemberDied)}
         for effect in effects:
             if isinstance(effect, events.Send) and effect.to in dying:
-                reach.send_news(effect.to, effect.message)  # while there is a link: it should know why it ends
+                reach.send_news(effect.to, effect.message)  # first: `on_died` below ends the link that carries it
         for effect in effects:
             match effect:
                 case events.Send(incarnation, message):
@@ -248,8 +263,8 @@ class FailureDetector:
                     reach.on_unresponsive(member, False)
                 case events.LinkSilent(incarnation):
                     reach.on_silent(incarnation)
-                case events.MemberLeft(member):
-                    reach.on_left(member)
+                case events.MemberLeft(member, why):
+                    reach.on_left(member, why)
                 case events.MemberDied(member, why):
                     reach.on_died(member, why)
                 case events.Admitted(members):

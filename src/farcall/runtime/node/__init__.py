@@ -7,8 +7,8 @@
     hooks.py          the functions that the layers above have it call
     lifecycle.py      new, starting, running ...: the states, and the one way to change them
     current.py        the runtimes of this process, and which of them a thread works for
-    resources.py      held without any peer: I/O thread, memory, a listener
-    cluster_links.py  held with the others: peers, links that come back, the failure detector
+    resources.py      parts that need no peer: the I/O thread, memory, a listener
+    cluster_links.py  parts that face the others: peers, their links, the failure detector
     dispatcher.py     the handler of each message that arrives
 
 Of these only `dispatcher.py` is on the way of every call.

@@ -1,14 +1,15 @@
-"""The side of a node that faces the others: peers, links that break and come back, the failure detector.
+"""The peers and links of a node, and its failure detector.
 
 Made when the members are known, or a member to ask; the I/O thread does not run yet then. Owns the part of the start
-and the end that concerns the others: being connected, the farewell, the end of the links. Hands messages on without
-looking at them. Used by the threads that start and end the node; methods that run elsewhere say so.
+and the end that concerns the others: connections, the farewell, the end of the links. Hands messages on without looking
+at them. Used by the threads that start and end the node; methods that run elsewhere say so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from time import monotonic
+from typing import Protocol
 
 from farcall.errors import RpcError
 from farcall.ids import WorkerInfo
@@ -34,21 +35,30 @@ RELEASE_DELAY_S = 0.01
 """How long a release waits for a message to the peer that takes it along."""
 
 
+class LinkedNode(Protocol):
+    """The node, as its links see it."""
+
+    def write_later(self, write: Callable[[], None]) -> None:
+        """Have a worker write a message that the I/O thread may not, because writing can mean waiting."""
+
+    def on_expelled(self, why: str) -> None:
+        """On the I/O thread: the others have declared this node dead."""
+
+
 class ClusterLinks:
-    """The peers and links of one node."""
+    """The peers and links of one node; the `Host` of its peers."""
 
     def __init__(
         self,
+        node: LinkedNode,
         membership: Membership,
         options: RpcBackendOptions,
-        resources: Resources,
         *,
+        resources: Resources,
         is_static: bool,
         is_founder: bool,
         dispatcher: Dispatcher,
         changes: MemberChanges,
-        write_later: Callable[[Callable[[], None]], None],
-        on_expelled: Callable[[str], None],
     ) -> None:
         me = membership.me
         self._name = me.name
@@ -57,8 +67,7 @@ class ClusterLinks:
         self._resources = resources
         self._fail_unsent = changes.fail_unsent
         self._left: list[RemotePeer] = []  # peers that were told goodbye
-        self._write_later = write_later
-        self._on_expelled = on_expelled
+        self._node = node
         self._releases = resources.loop.timer(self._send_releases)
         on_message: Callable[[Peer, Frame], None] = dispatcher.on_message
         self._interference = find_interference(me.name)
@@ -95,20 +104,20 @@ class ClusterLinks:
 
     def write_later(self, write: Callable[[], None]) -> None:
         """Have a worker write what the I/O thread may not, because it can mean waiting."""
-        self._write_later(write)
+        self._node.write_later(write)
 
     def on_expelled(self, why: str) -> None:
         """The others have declared this node dead."""
-        self._on_expelled(why)
+        self._node.on_expelled(why)
 
     # ------------------------------------------------------------------ memory of others
 
     def on_release(self, urgent: bool) -> None:
-        """A tensor over a peer's memory died; on any thread, perhaps inside a garbage collection: takes no lock."""
+        """A tensor in a peer's memory died; on any thread, perhaps inside a garbage collection: takes no lock."""
         self._releases.at(monotonic() + (0.0 if urgent else RELEASE_DELAY_S))
 
     def _send_releases(self, now: float) -> float:
-        """On the I/O thread: give back memory of peers that no message took along."""
+        """On the I/O thread: give back memory of peers, if no message has taken the release along."""
         again = NEVER
         for peer in self.peers.everyone():
             if peer.segments is not None and peer.segments.released:
@@ -122,29 +131,36 @@ class ClusterLinks:
     # ------------------------------------------------------------------ the start
 
     def connect_all(self, deadline: float) -> None:
-        """In a group of fixed size: be connected to everybody."""
+        """In a group of fixed size: connect to the neighbours."""
         Mesh(self._membership, self._options, self.peers).connect(self._resources.listener, deadline)
 
     def join(self, rendezvous: DynamicRendezvous) -> None:
-        """In a group whose members come and go: be let in, or found it."""
+        """In a group whose members come and go: join it, or found it."""
         rendezvous.enter(self._resources.listener, self._resources.loop, self.peers)
 
     # ------------------------------------------------------------------ the end
 
     def forget_device_segments(self) -> None:
-        """All work is done everywhere: let go of the memory of others' devices while they still wait for us."""
+        """Let go of the memory of others' devices: all work is done everywhere, and they still wait for us."""
         for peer in self.peers.everyone():
             if peer.devices is not None:
                 peer.devices.forget_segments()
 
-    def say_goodbye(self, reason: str, linger_s: float) -> None:
-        """Tell all peers that this is no accident, and give them ``linger_s`` to read the last messages."""
+    def say_goodbye(self, reason: str, linger_s: float, *, agreed: bool) -> None:
+        """Tell all peers that this is no accident, and give them ``linger_s`` to read the last messages.
+
+        ``agreed``: all members leave.
+        """
         self._left = self.peers.everyone()
         for peer in self._left:
             peer.leaving = True
         self.connector.stop()
         for peer in self._left:
-            peer.control(messages.Goodbye(reason))
+            if peer.link.outgoing.asleep:
+                continue  # a sleeping peer hears of it from the others
+            if peer.link.up:
+                peer.link.outgoing.unpause(for_good=True)  # where a parting is under way
+            peer.control(messages.Goodbye(reason, agreed))
         for peer in self._left:
             peer.link.outgoing.flush_behind_others()
         if linger_s:
@@ -163,9 +179,9 @@ class ClusterLinks:
         self.myself.on_queue_has_room()
 
     def close(self) -> None:
-        """Give back what the peers hold. After the I/O thread has stopped."""
+        """Free the resources of all peers. After the I/O thread has stopped."""
         for peer in self.peers.everyone():
-            peer.link.close()  # also peers that have come in meanwhile
+            peer.link.close()  # some may have joined since `say_goodbye`
             peer.close()
         for peer in self._left:
             peer.close()

@@ -1,8 +1,8 @@
-"""The runtimes of this process: the one of each thread, the one that `init_rpc` made, and those a forked child closes.
+"""The runtimes of this process: that of each thread, that of `init_rpc`, and all that a forked child closes.
 
 A thread that runs a function for a node, or an I/O thread, works for that node; every other thread works for the one in
-`slot`, which `farcall.api` fills. Each thread sets and reads its own entry; the slot changes under its lock; the set of
-started runtimes is changed by the threads that start and end them.
+`slot`, which `farcall.api` fills. Each thread sets and reads its own entry; the slot changes under its lock; threads
+that start and end runtimes change the set of started ones.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Slot:
         self.why_none: str = "init_rpc has not been called in this process"
 
     def succeed(self, expelled: Runtime, successor: Runtime) -> None:
-        """The node in this slot, if it was ``expelled`` here, is another member now."""
+        """Hold ``successor`` if this slot held ``expelled``."""
         with self.lock:
             if self.runtime is expelled:
                 self.runtime = successor
 
     def clear(self, why: str) -> None:
-        """Hold no runtime any more, because of ``why``."""
+        """Hold no runtime from now on; errors tell ``why``."""
         self.runtime, self.was_filled, self.why_none = None, True, why
 
 
@@ -52,7 +52,7 @@ class HasRuntime(Protocol):
 slot: Slot = Slot()
 _thread = _Thread()
 STARTED: weakref.WeakSet[Runtime] = weakref.WeakSet()
-"""The runtimes of this process, until they have ended: in a forked child they are the parent's."""
+"""The runtimes of this process that have not ended; in a forked child they are the parent's."""
 
 
 def current_runtime() -> Runtime:
@@ -82,7 +82,7 @@ def work_for(runtime: Runtime | None) -> None:
 
 
 def _after_fork() -> None:
-    """The child of a member is no member: threads and connections belong to the parent."""
+    """A forked child is no member: threads and connections belong to the parent."""
     work_for(None)
     for started in list(STARTED):
         started.ending.close_after_fork()
@@ -90,7 +90,7 @@ def _after_fork() -> None:
     slot.lock = threading.Lock()
     if slot.runtime is not None:
         slot.clear("this process was forked from a worker; call init_rpc here to make it a worker of its own")
-        slot.was_filled = False  # the parent's runtime: the child has none to shut down twice
+        slot.was_filled = False  # by the parent: the child itself has shut nothing down
 
 
 if hasattr(os, "register_at_fork"):

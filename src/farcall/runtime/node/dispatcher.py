@@ -1,11 +1,11 @@
-"""The handler of each message that arrives: of requests, answers, letters and control messages.
+"""Routes each message that arrives to its handler: requests, answers, letters and control messages.
 
-Owns the order in which a message is looked at: is there room, what rides along with it, whose is it. Holds no protocol:
-each control message is a row in a table, which the layers above add theirs to (`hooks.py`).
+Owns the order of the checks on a message: is there room, what do its notes say, which handler gets it. Holds no
+protocol: each control message is a row in a table, to which the layers above add their own (`hooks.py`).
 
-Frames come on the thread that reads the link, which must not block: the I/O thread, or one that waits for an answer and
-helps. Control messages are handled on the I/O thread, but for those in ``in_order``, whose handlers have locks of their
-own. This is the path of every call: plain attributes, no layer in between.
+Frames arrive on the thread that reads the link, which must not block: the I/O thread, or a helping reader, which waits
+for an answer. Control messages are handled on the I/O thread, except those in ``in_order``, whose handlers have their
+own locks. Every call passes here: plain attributes, no layer in between.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, get_args
 from farcall.channel.segments import SegmentRefused
 from farcall.errors import RpcError
 from farcall.protocol import messages
-from farcall.protocol.departure import DepartureMessage
+from farcall.protocol.departure.events import DepartureMessage
 from farcall.protocol.frames import CONTROL, FAILURE, LETTER, REQUEST, Frame
 from farcall.protocol.membership.messages import Message
 from farcall.protocol.notes import REFUSABLE, REFUSED, Notes, Refusal, decode_notes, encode_refusal
@@ -49,15 +49,15 @@ HANDLED_ANYWHERE = (
     messages.SegmentAccepted,
     messages.SegmentOffered,
 )
-"""Control messages that a helping reader handles itself, because they only touch things that have their own lock."""
+"""Control messages that a helping reader handles itself: their handlers touch only objects with their own locks."""
 NEWS = get_args(Message)
 """Control messages about membership."""
 FOR_STRANGERS = (*NEWS, *HANDLED_ANYWHERE, messages.Goodbye, messages.SegmentRefused, messages.SegmentRetired)
-"""Control messages that are also taken from strangers: peers that are no members here, or not yet."""
+"""Control messages that are also accepted from strangers: peers that are not members here, or not yet."""
 
 
 class Dispatcher:
-    """The messages that arrive at one node, each on its way to a handler."""
+    """The router of the messages that arrive at one node. It has no mutable state of its own."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Dispatcher:
         watch: Callable[[], FailureDetector],
         hold: Callable[[RemotePeer, Frame], None],
     ) -> None:
-        """``hold`` keeps the messages of peers that are no members yet. The node's own rows go into ``hooks`` here."""
+        """``hold`` keeps the messages of peers that are not members yet. Adds the node's own rows to ``hooks``."""
         self._name = name
         self._loop = loop
         self._admission = admission
@@ -128,19 +128,18 @@ class Dispatcher:
             self._mishandled(peer, error)
 
     def _mishandled(self, peer: Peer, error: Exception) -> None:
-        """A frame could not be handled: the link ends. The reading thread, which may only be helping, goes on.
+        """A frame could not be handled: end the link. Do not raise: the reading thread may only be a helping one.
 
-        The sender is of another version, or hostile, or farcall has a fault. In each case a message was lost that both
-        ends count as delivered, so the link cannot go on.
+        The sender runs another version, or is hostile, or farcall has a bug. In each case both ends count a message as
+        delivered that was lost, so the link cannot go on.
         """
         if isinstance(error, RpcError):
             logger.info("%s: ignored a message from %s: %s", self._name, peer.info.name, error)
-        elif isinstance(peer, RemotePeer):
-            if not isinstance(error, SegmentRefused):
-                logger.error("%s: cannot handle a message from %s", self._name, peer.info.name, exc_info=error)
+            return
+        if not isinstance(error, SegmentRefused):
+            logger.error("%s: cannot handle a message from %s", self._name, peer.info.name, exc_info=error)
+        if isinstance(peer, RemotePeer):
             peer.link.abort(f"cannot handle a message from {peer.info.name}: {type(error).__name__}: {error}")
-        else:
-            raise error
 
     def on_message(self, peer: Peer, frame: Frame) -> None:
         """Hand a request, an answer or a letter to its handler."""
@@ -169,7 +168,7 @@ class Dispatcher:
                 handle(peer, frame)
             return
         call = self._calls.claim(frame.call_id)
-        if call is None:  # too late
+        if call is None:  # the answer is late: the call has ended
             decline(frame, peer)
             discard(frame.payload, peer)
             return
@@ -177,14 +176,14 @@ class Dispatcher:
         if kind == FAILURE:
             call.counters[FAILED] += 1
         if call.profile is not None:
-            # Before the caller goes on: it may be about to look at the record.
+            # Before `on_answer`: the caller may read the record as soon as it wakes up.
             call.profile.ended(profiled, frame.size_bytes)
         call.on_answer(frame)
         if self._leaving.entered:
             self._leaving.poke()
 
     def _take_notes(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
-        """Fill in the fields of ``frame`` that its notes stand for. False: it is not to be read, or not now."""
+        """Fill in the fields of ``frame`` from its notes. False: do not handle the frame, or not yet."""
         if notes.serial is not None and not self._server.references.take_turns(peer, frame, notes.serial):
             return False
         if (notes.created is not None or notes.forks) and not self._server.references.take_forks(peer, frame, notes):
@@ -197,20 +196,21 @@ class Dispatcher:
         return True
 
     def on_own_control(self, peer: Any, message: messages.Message) -> None:
-        """Handle what this node says to itself, on whichever thread says it: only what may be handled anywhere."""
+        """Handle a control message of this node to itself, on the sending thread; all such handlers allow that."""
         handle = self._controls[type(message)]
         if type(message) is messages.CallCancelled:
-            # In turn, not one inside the other: the calls that are cancelled with it may be to this node, too.
+            # Queued, not called here: nested calls that are cancelled with this one may go to this node, too, and the
+            # cancellations would recurse.
             self._loop.call_soon(lambda: self._handle_later(handle, peer, message))
         else:
             handle(peer, message)
 
     def refuse(self, peer: Peer, frame: Frame) -> None:
-        """Too many calls wait here: answer that, and account for the references in the request. It creates nothing."""
+        """Refuse a request, because too many calls wait here; account for its references, but create none."""
         if frame.notes:
             frame.flags = REFUSED
             if not self._take_notes(peer, frame, decode_notes(frame.notes)):
-                return  # it comes again, see redeliver
+                return  # the references deferred it: see `redeliver`
             decline(frame, peer)
         discard(frame.payload, peer)
         try:
@@ -220,7 +220,7 @@ class Dispatcher:
             logger.info("%s: cannot tell %s that its call was refused: %s", self._name, peer.info.name, error)
 
     def redeliver(self, peer: Peer, frame: Frame) -> None:
-        """On the I/O thread: take a message that the references of this node have deferred."""
+        """On the I/O thread: handle a message that the references of this node have deferred."""
         try:
             if frame.kind == REQUEST and frame.flags & REFUSED:
                 self.refuse(peer, frame)
@@ -251,6 +251,9 @@ class Dispatcher:
             self._mishandled(peer, error)
 
     def _on_goodbye(self, peer: RemotePeer, message: messages.Goodbye) -> None:
+        if message.agreed:
+            # The group has agreed to end: as good as the release by our parent, and earlier in a large group.
+            self._leaving.on_message(peer, messages.DepartureReleased())
         peer.leaving, peer.farewell = True, message.reason
         if peer.known:
             self._watch().on_goodbye(peer.incarnation, "" if message.reason == messages.LEFT else message.reason[:100])

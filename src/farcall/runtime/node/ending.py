@@ -9,26 +9,31 @@ Owns the order in which the parts of a runtime stop, and whether an expelled nod
     the others expelled it       I/O, then one of its own        joins again as a new member, where it may
     the same, in `shutdown`      the program                     the same, and serves on until all leave together
     its I/O thread failed        I/O, then one of its own        every call says so
-    this is a forked child       the child's only one            lets go of what belongs to the parent
+    this is a forked child       the child's only one            lets go of the parent's resources
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
+from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias
 
 from farcall.errors import Cancelled, Expelled, NotInitialized, RpcError, ShutdownTimeout
 from farcall.protocol.messages import FORGOT_SHUTDOWN, GAVE_UP, LEFT
 from farcall.runtime.io import sigint
 from farcall.runtime.io.reader import stop_reading
+from farcall.runtime.io.timers import NEVER
+from farcall.runtime.membership.events import wait_for_lost_processes
 from farcall.runtime.membership.shutdown import Withdrawing
 from farcall.runtime.node import current
 from farcall.runtime.rendezvous.dynamic import Meeting
-from farcall.runtime.rendezvous.store import MeetingPlace
+from farcall.runtime.rendezvous.meeting_place import MeetingPlace
 
 if TYPE_CHECKING:
     from farcall.runtime.node.runtime import Runtime
@@ -36,7 +41,7 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger("farcall")
 
 ComeBack: TypeAlias = "Callable[[Runtime, Meeting], None]"
-"""Has a node that was expelled, and has ended, join again this way; on the thread that ended it."""
+"""Makes an expelled node, which has ended, join again by this way; on the thread that ended it."""
 
 STOP_S = 5.0
 LEAVE_S = 10.0
@@ -45,17 +50,17 @@ LINGER_S = 1.0
 
 
 class Ending:
-    """The end of one runtime. Mutable: is the process ending; has the program called `shutdown`."""
+    """The end of one runtime. Mutable: whether the process ends, whether the program has called `shutdown`."""
 
     def __init__(self, node: Runtime, place: MeetingPlace, come_back: ComeBack | None) -> None:
-        """``come_back``: None, where an expelled node stays out."""
+        """``come_back``: None where an expelled node stays out."""
         self._node = node
         self._place = place
         self._come_back = come_back
         self._exiting = False
         self._stays_out = threading.Event()  # shutdown was called: an expelled node does not come back
-        self._serves_on = False  # it was called without a bound, in a group of fixed size: until all leave together
-        self._return: Meeting | None = None  # the way back of a node that is expelled while it serves there
+        self._serves_on = False  # in a shutdown without a bound, in a group of fixed size: until all leave together
+        self._return: Meeting | None = None  # the way back of a node that is expelled during such a shutdown
 
     def shutdown(self, graceful: bool, timeout_s: float) -> None:
         """Leave the cluster. Graceful: wait, within ``timeout_s`` if not 0, until all work everywhere is done."""
@@ -68,6 +73,7 @@ class Ending:
                 node.successor.shutdown(graceful, timeout_s)
             return
         stop_reading()
+        deadline = monotonic() + timeout_s if timeout_s else NEVER
         agreed = False
         late: tuple[str, ...] = ()
         try:
@@ -76,22 +82,22 @@ class Ending:
                 node.server.on_answered = leaving.poke
                 if node.entry is not None:
                     node.entry.withdraw()
-                node.membership.close()  # before all agree: afterwards a new store may be opened at its port
+                node.membership.close()  # before all agree: afterwards a new store may open at the same port
                 late = leaving.enter(timeout_s)
                 agreed = not late and lifecycle.verdict is None
                 if agreed:
                     node.watch.agreed_to_leave = True
                     for hook in node.hooks.agreed:
-                        hook()
+                        hook(deadline)
                     if isinstance(leaving, Withdrawing):
                         node.watch.leave(LEAVE_S)
-                        leaving.enter(LEAVE_S, LEAVE_S)  # members that did not know yet may have asked for more
+                        leaving.enter(LEAVE_S, LEAVE_S)  # members that did not know yet may have made more calls
         except BaseException:
             self._return = None
             raise
         finally:
             why = Cancelled(f"{node.info.name} shut down before the answer came")
-            # Not where an expulsion met a shutdown that serves nobody any more, or not for long.
+            # No way back into a shutdown that has a bound, or serves nobody any more.
             way_back = self._return if self._serves_on else None
             self.end(why, linger=agreed, comes_back=way_back is not None)
         if way_back is not None and self._serve_again(way_back):
@@ -104,9 +110,10 @@ class Ending:
             )
 
     def _serve_again(self, way_back: Meeting) -> bool:
-        """The node was expelled while it served in `shutdown`: be a member again, and leave with the others.
+        """After an expulsion in `shutdown`, while the node served: be a member again, and leave with the others.
 
-        False: it was not let in, within the time of a start. One that works on asks for longer, but can be shut down.
+        False: the others did not let it in within the time of a start. (A running node tries for longer, since the
+        program can still shut it down.)
         """
         assert self._come_back is not None
         bound = threading.Timer(self._node.options.start_deadline_s, self._stays_out.set)
@@ -122,7 +129,7 @@ class Ending:
         return True
 
     def leave_at_exit(self) -> None:
-        """The process ends without shutdown: close what is open, wait for nobody, let no function run on."""
+        """The process ends without shutdown: close everything, wait for nobody, let no function run on."""
         self._exiting = True
         if self._node.others() and not hasattr(sys, "last_value"):  # after an error nobody expects a shutdown
             logger.warning(
@@ -133,7 +140,7 @@ class Ending:
     # ------------------------------------------------------------------ verdicts
 
     def on_expelled(self, why: str) -> None:
-        """On the I/O thread: the others have declared this node dead, and that is final."""
+        """On the I/O thread: the others have declared this node dead, which is final."""
         if self._node.lifecycle.is_over():
             return
         name = self._node.info.name
@@ -141,7 +148,7 @@ class Ending:
         self._give_up(Expelled(f"{name} was declared dead by the other members ({why}): it {then}"))
 
     def on_io_thread_lost(self, error: BaseException) -> None:
-        """On the I/O thread, which ends: a node without one would look alive, and answer nobody."""
+        """On the I/O thread, which ends: without it the node would look alive, and answer nobody."""
         if not self._node.lifecycle.is_over():
             self._give_up(
                 NotInitialized(
@@ -176,7 +183,7 @@ class Ending:
             node.leaving.abort()  # the thread that starts or leaves ends the node
 
     def _way_back(self) -> Meeting:
-        """How this node may join again: through members that it knows. It keeps the store, and its part in the list."""
+        """The way back for this node, through members that it knows; keeps the store, and the list of contacts."""
         entry, membership = self._node.entry, self._node.membership
         return Meeting(
             self._place,
@@ -192,13 +199,13 @@ class Ending:
     # ------------------------------------------------------------------ the parts stop
 
     def end(self, why: RpcError, linger: bool = False, comes_back: bool = False) -> None:
-        """Stop everything that runs; leave no thread, descriptor, file or segment behind.
+        """Stop all parts; leave no thread, descriptor, file or segment behind.
 
         ``comes_back``: subscribers to members' events wait for this node's next membership.
         """
         node = self._node
         lifecycle, links, name = node.lifecycle, node.links, node.info.name
-        sigint.seal()  # Ctrl-C must not leave half of it behind; every wait in here has a bound
+        sigint.seal()  # Ctrl-C must not stop this halfway; every wait in here has a bound
         try:
             wanted = lifecycle.state == "leaving" and lifecycle.verdict is None
             lifecycle.end()
@@ -209,11 +216,12 @@ class Ending:
             if not comes_back:
                 node.member_events.end()
             farewell = FORGOT_SHUTDOWN if self._exiting else LEFT if wanted else GAVE_UP
-            links.say_goodbye(farewell, LINGER_S if linger else 0.0)
+            agreed = linger and node.membership.size > node.options.membership.full_mesh
+            links.say_goodbye(farewell, LINGER_S if linger else 0.0, agreed=agreed)
             node.calls.end(why)  # before the links: callers learn the true reason, not "the link is gone"
             links.cut(why)
             node.membership.close()
-            # Now that no call can be made any more: one registered after this sweep sees that its peer is gone.
+            # After the links: a call registered later than this sweep finds its peer gone.
             node.calls.fail_all(lambda call: why)
             for hook in node.hooks.ended:
                 hook()
@@ -234,10 +242,24 @@ class Ending:
             sigint.unseal()
 
     def close_after_fork(self) -> None:
-        """In a forked child: let go of what belongs to the parent, without telling anybody."""
+        """In a forked child: let go of the parent's resources, without telling anybody."""
         self._node.lifecycle.fork()
         membership = self._node.membership
         if membership.store is not None:
-            # Its threads exist in the parent only, and its destructor would wait for them for good.
+            # The store's threads exist in the parent only, and its destructor would wait for them for good.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(membership.store))
             membership.close()
+
+
+def leave_at_exit() -> None:
+    """A program that ends without shutdown must neither hang nor crash: all its nodes leave, and wait for nobody."""
+    slot = current.slot
+    runtime, slot.runtime = slot.runtime, None
+    left = set(current.STARTED) if runtime is None else {runtime, *current.STARTED}
+    with ExitStack() as stack:  # each node leaves, whatever another one raises
+        stack.callback(wait_for_lost_processes)
+        for node in left:
+            stack.callback(node.ending.leave_at_exit)
+
+
+atexit.register(leave_at_exit)

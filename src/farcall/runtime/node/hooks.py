@@ -1,8 +1,8 @@
 """The functions that the layers above have a runtime call.
 
-Owns the tables only: the runtime's parts read them, the layers fill them while a node starts, or at a layer's first
-use. All hooks run on the I/O thread unless their line says otherwise, so none may block or run user code. Knows none of
-the layers.
+Owns only the tables: the layers fill them while a node starts, or at their first use, and the runtime's parts read
+them. All hooks run on the I/O thread unless their line says otherwise, so none may block or run user code. Knows none
+of the layers.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from farcall.runtime.peers.peer import Peer, RemotePeer
 
 
 class Hooks(msgspec.Struct):
-    """The hooks of one runtime. Lists grow by ``append``; entries are called in the order of their arrival."""
+    """The hooks of one runtime. Lists grow by ``append``, and are called from first to last."""
 
     peer_joined: list[Callable[[Peer], None]] = []
-    """A member joined a running node; nothing of it has been read yet."""
+    """A member joined; no message of it has been read yet."""
     peer_gone: list[Callable[[Peer], None]] = []
     """A member left or died."""
     unsettled: list[Callable[[], int]] = []
-    """Counts of work under way that is no call: a graceful shutdown waits until they are all 0. On any thread."""
-    agreed: list[Callable[[], None]] = []
-    """In a graceful shutdown all work everywhere is done, and the links still stand. On the thread that shuts down."""
+    """Counts of work under way other than calls: a graceful shutdown waits until all are 0. On any thread."""
+    agreed: list[Callable[[float], None]] = []
+    """In a graceful shutdown all work everywhere is done, and the links still stand. On the thread that shuts down.
+
+    Each gets the time until which it may wait: the end of the program's timeout, or `NEVER`.
+    """
     ended: list[Callable[[], None]] = []
     """The node ends, in whatever way: no message can be sent any more. On the thread that ends it; must not raise."""
     letters: dict[int, Callable[[Peer, Frame], None]] = {}
@@ -42,8 +45,8 @@ class Hooks(msgspec.Struct):
     def on_control(self, kind: type[Any], handle: Callable[[RemotePeer, Any], None], *, in_order: bool = False) -> None:
         """Have ``handle`` called for each control message of this kind.
 
-        ``in_order``: on the thread that reads the link, and so before the messages behind it are looked at; ``handle``
-        must have a lock of its own then.
+        ``in_order``: on the thread that reads the link, before it looks at the messages behind; ``handle`` must have a
+        lock of its own then.
         """
         self.controls[kind] = handle
         if in_order:
@@ -52,9 +55,9 @@ class Hooks(msgspec.Struct):
     def on_first(
         self, kinds: Iterable[type[Any]], load: Callable[[], object], *, in_order: Container[type[Any]] = ()
     ) -> None:
-        """Have ``load`` called before the first message of these kinds is handled; it adds the handler of each.
+        """Have ``load`` called before the first message of these kinds is handled; it must add the handler of each.
 
-        For layers that most programs never use. Threads that read links may call it at the same time.
+        For layers that most programs never use. Several threads that read links may call ``load`` at the same time.
         """
 
         def handle(peer: RemotePeer, message: Any) -> None:

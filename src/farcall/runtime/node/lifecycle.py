@@ -6,8 +6,8 @@
     expelled   declared dead by the others: every call fails and says so
     forked     in a forked child: the node is the parent's
 
-The thread that starts or shuts down a node and its I/O thread, which learns that it is expelled, change the state under
-the lock: the one that moves it away from "running" ends the node. Any thread reads, without the lock.
+Two threads change the state, under the lock: the one that starts or shuts down the node, and its I/O thread, which
+learns of an expulsion. The thread that moves it away from "running" ends the node. Any thread reads, without the lock.
 Knows none of the parts that start or stop.
 """
 
@@ -41,9 +41,9 @@ class Lifecycle:
         self.name: str = name
         self.state: State = "new"
         self.is_running: bool = False
-        """May calls be made? True in the states "running" and "leaving": every call asks, so it is kept."""
+        """May calls be made? True in the states "running" and "leaving"; kept, since every call asks."""
         self.verdict: RpcError | None = None
-        """Why the node can do no more, if so: the others have declared it dead, or its I/O thread failed. Final."""
+        """The reason for which the node can do no more: expelled, or its I/O thread failed. Final."""
         self._lock = threading.Lock()
         self._ending: threading.Thread | None = None
 

@@ -1,7 +1,7 @@
 """The way back of a node that the others declared dead although it lives: it joins again, as a new member.
 
-Runs on the thread that ended the old membership (`ending.py`). Nothing of that is carried over but what the program
-chose: its subscriptions to members' events, the timeout of its calls. References and contexts are lost.
+Runs on the thread that ended the old membership (`ending.py`). Carries over only the program's own choices: its
+subscriptions to members' events, the timeout of its calls. References and contexts are lost.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def join_again(
             logger.info("%s could not join again yet: %s", name, error)
             continue
         except Exception as error:
-            # The member that decides may not have heard yet of the end of this node's former membership.
+            # The member that decides may not know yet that this node's former membership has ended.
             if isinstance(error, InitError) and not isinstance(error, GroupIsOver) and monotonic() < until:
                 continue
             logger.error("%s cannot join again: %s", name, error)
             break
         _succeed(expelled, successor, hold)
         if way_back.cancelled.is_set():
-            # By a shutdown that may not wait for us any more: it looks for a successor once, and late.
+            # By a shutdown that may have looked for a successor already; it looks only once.
             successor.shutdown(graceful=False)
         return
     expelled.member_events.end()

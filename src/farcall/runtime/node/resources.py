@@ -1,11 +1,12 @@
-"""The resources that a node holds without any peer: its I/O thread, its memory, its listener, and the handler of
-Ctrl-C.
+"""The resources of a node that need no peer: its I/O thread, memory, listener, and the handler of Ctrl-C.
 
 Owns and closes them; knows no peer and no message. Made while Ctrl-C is held back, so that all of them exist or none.
 A forked child lets go of its copies.
 """
 
 from __future__ import annotations
+
+from contextlib import ExitStack
 
 from farcall.channel.host_memory import ReceivePool
 from farcall.channel.shared_memory import SegmentPool
@@ -25,20 +26,16 @@ class Resources:
     def __init__(self, name: str, options: RpcBackendOptions, host: str) -> None:
         """Listen at ``host``, where members can reach this node."""
         self._has_sigint = sigint.install()
-        try:
+        with ExitStack() as undone:
+            undone.callback(self._release_sigint)
             self.loop: Loop = Loop(name, options.busy_wait_s)
-            try:
-                addresses = listening_addresses(options.allowed_transports, host, options.port)
-                self.listener: PeerListener = PeerListener(addresses, self.loop)
-                if options.port and not any(address.startswith("tcp:") for address in self.listener.addresses):
-                    self.listener.close()
-                    raise InitError(f"cannot listen on port {options.port}: is it taken? Choose another one, or 0")
-            except BaseException:
-                self.loop.stop()
-                raise
-        except BaseException:
-            self._release_sigint()
-            raise
+            undone.callback(self.loop.stop)
+            addresses = listening_addresses(options.allowed_transports, host, options.port)
+            self.listener: PeerListener = PeerListener(addresses, self.loop)
+            if options.port and not any(address.startswith("tcp:") for address in self.listener.addresses):
+                self.listener.close()
+                raise InitError(f"cannot listen on port {options.port}: is it taken? Choose another one, or 0")
+            undone.pop_all()
         self.addresses: list[str] = [advertised_address(address, host) for address in self.listener.addresses]
         """The addresses to tell the other members."""
         self.pool: SegmentPool | None = (
@@ -47,7 +44,7 @@ class Resources:
         self.memory: ReceivePool = ReceivePool(RECEIVE_POOL_BYTES)
 
     def close(self) -> None:
-        """Give back everything. After the workers have stopped and the links are closed."""
+        """Free them all. After the workers have stopped and the links are closed."""
         self.loop.stop()
         self.listener.close()
         if self.pool is not None:

@@ -1,10 +1,10 @@
 """The runtime of one member of a cluster: the composition root, which names each part once and wires it to the others.
 
 `start.py` brings a runtime up, `ending.py` takes it down. Peers, calls and server are plain attributes; the list of
-parts is in this folder's ``__init__.py``. Holds no protocol of its own. Several runtimes may live in one process. Knows
-none of the layers above: these keep their state with it (`Runtime.part`) and are called by it (`hooks.py`).
+parts is in this folder's ``__init__.py``. Has no protocol of its own. Several runtimes may live in one process. Knows
+none of the layers above: they keep their state with it (`Runtime.part`) and have it call them (`hooks.py`).
 
-Questions may be asked from any thread.
+Any thread may ask the questions below.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from farcall.channel.shared_memory import SegmentPool
 from farcall.errors import RpcError, UnknownWorker
 from farcall.ids import MemberInfo, WorkerInfo
 from farcall.options import RpcBackendOptions
-from farcall.protocol.departure import DepartureMessage
-from farcall.protocol.messages import DEVICE_MESSAGES
+from farcall.protocol.departure.events import DepartureMessage
+from farcall.protocol.messages import DEVICE_MESSAGES, Part, Parted, Stay
 from farcall.runtime.calls.admission import Admission
 from farcall.runtime.calls.executor import Executor, FunctionTask
 from farcall.runtime.calls.pending import CallTable
@@ -46,7 +46,7 @@ from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.peers.shared_memory import retire_from
 from farcall.runtime.rendezvous.agreement import Membership
 from farcall.runtime.rendezvous.dynamic import DynamicRendezvous
-from farcall.runtime.rendezvous.store import MeetingPlace
+from farcall.runtime.rendezvous.meeting_place import MeetingPlace
 
 if TYPE_CHECKING:
     from farcall.runtime.devices.node import NodeDevices
@@ -60,21 +60,21 @@ TRIM_EVERY_S = 10.0
 
 
 class Runtime:
-    """One member of a cluster: complete as soon as the node knows the others, or a member to ask, until it has left."""
+    """One member of a cluster, from the moment it knows the others, or a member to ask, until it has left."""
 
     def __init__(
         self,
         lifecycle: Lifecycle,
         options: RpcBackendOptions,
+        *,
         resources: Resources,
         membership: Membership,
-        *,
         place: MeetingPlace,
         entry: DynamicRendezvous | None,
         make_calls: MakeCalls,
         come_back: ComeBack | None,
     ) -> None:
-        """Wire everything; the I/O thread does not run yet. ``entry``: the way into a group that is there."""
+        """Wire the parts; the I/O thread does not run yet. ``entry``: the way into an existing group."""
         self.options: RpcBackendOptions = options
         self.timeout_s: float = options.rpc_timeout or 0.0
         """The timeout of calls that name none; 0: no limit."""
@@ -96,9 +96,9 @@ class Runtime:
         self._parts: dict[Any, Any] = {}
         self._parts_lock = threading.RLock()
         self.devices: NodeDevices | None = None
-        """Made where the options, or a peer, say something about devices; else no device is ever looked at."""
+        """Made where the options, or a peer, name devices; otherwise no device is ever looked at."""
         self.device_list: list[torch.device] = []
-        """``devices.devices``; empty where there is none."""
+        """``devices.devices``, or empty."""
 
         self.executor: Executor = Executor(
             lifecycle.name,
@@ -155,29 +155,29 @@ class Runtime:
             hold=lambda peer, frame: self.links.peers.hold(peer, frame),
         )
         self.links: ClusterLinks = ClusterLinks(
+            self,
             membership,
             options,
-            resources,
+            resources=resources,
             is_static=self.is_static,
             is_founder=self.is_static and entry is None,
             dispatcher=self.dispatcher,
             changes=self.member_changes,
-            write_later=self.write_later,
-            on_expelled=self.ending.on_expelled,
         )
         self.connector: Connector = self.links.connector
-        self._peers = self.links.peers.named  # every call asks for its peer
+        self._peers = self.links.peers.named  # kept here, since every call looks its peer up
 
         self.observers: ObserverConnections = ObserverConnections(lifecycle.name, self.loop)
         resources.listener.on_observer = self.observers.admit
         for kind in DEVICE_MESSAGES:
             self.hooks.on_control(kind, lambda peer, message: self.use_devices().handle(peer, message), in_order=True)
+        self.hooks.on_control(Part, lambda peer, message: self.links.peers.partings.on_part(peer, message))
+        self.hooks.on_control(Parted, lambda peer, message: self.links.peers.partings.on_parted(peer, message))
+        self.hooks.on_control(Stay, lambda peer, message: self.links.peers.partings.on_stay(peer))
         if options.names_devices:
             self.hooks.peer_joined.append(lambda peer: self.use_devices().meet(peer))
         self.loop.timer(self._trim).at(self.started_at + TRIM_EVERY_S)
-        self.loop.on_thread_start = self._own_thread  # it runs quick functions, too
-        self.loop.on_death = self.ending.on_io_thread_lost
-        # Answers are held back only while tasks wait, and then the executor's timer wakes the loop.
+        # No answer waits for good: they are held back while tasks wait, and the executor's timer wakes the loop then.
         self.loop.before_sleep(self.server.flush)
         self.loop.before_sleep(self.executor.before_sleep)
         current.STARTED.add(self)
@@ -191,7 +191,8 @@ class Runtime:
             {member.rank: member.name for member in self.membership.members},
             self.loop,
             work.state,
-            self._tell,
+            send=self._tell,
+            neighbours=lambda: self.links.peers.neighbours(),
         )
 
     def _tell(self, rank: int, message: DepartureMessage) -> None:
@@ -204,17 +205,17 @@ class Runtime:
         return f"<Node {self.info.name!r}: {who}{self.state}>"
 
     def use_devices(self) -> NodeDevices:
-        """This node's devices, from now on; on any thread."""
+        """The devices of this node, made at first use; on any thread."""
         with self._parts_lock:
             if self.devices is None:
                 from farcall.runtime.devices.node import DEVICE_BUSY_WAIT_S, NodeDevices  # most programs have none
 
-                devices = NodeDevices(self.info.name, self.options, self.links.on_release, self.write_later)
+                devices = NodeDevices(self.info.name, self.options, self.links)
                 self.loop.look_for(DEVICE_BUSY_WAIT_S)
                 self.device_list = devices.devices
                 self.server.stream_pool = devices.stream_pool
                 self.server.devices = devices.devices
-                self.hooks.agreed.append(self.links.forget_device_segments)
+                self.hooks.agreed.append(lambda deadline: self.links.forget_device_segments())
                 self.devices = devices
             return self.devices
 
@@ -227,10 +228,14 @@ class Runtime:
             except RpcError as error:
                 logger.info("a message was not sent: %s", error)
 
-        self.executor.submit(FunctionTask(write_or_log))  # dropped where the node ends first: nobody waits for it
+        self.executor.submit(FunctionTask(write_or_log))  # dropped if the node ends first: nobody waits for it
+
+    def on_expelled(self, why: str) -> None:
+        """On the I/O thread: the others have declared this node dead."""
+        self.ending.on_expelled(why)
 
     def _trim(self, now: float) -> float:
-        """On the I/O thread: give back memory that was not used for long."""
+        """On the I/O thread: free memory that was not used for long."""
         self.resources.memory.trim(now)
         if self.devices is not None:
             self.devices.trim(now)
@@ -240,7 +245,7 @@ class Runtime:
         return now + TRIM_EVERY_S
 
     def _before_idle(self) -> None:
-        """On a worker that has nothing to do now, or something that may take long."""
+        """On a worker that is about to be idle, or to begin something that may take long."""
         self.server.flush()
         self.something_ended()
 
@@ -251,7 +256,7 @@ class Runtime:
 
     @property
     def state(self) -> str:
-        """One of the states in `lifecycle.py`, for people: a worker that waits in shutdown() for others serves them."""
+        """For people: a state of `lifecycle.py`, or "serving" for a worker that waits in shutdown() for others."""
         state = self.lifecycle.state
         return "serving" if state == "leaving" and isinstance(self.leaving, Leaving) else state
 
@@ -272,12 +277,12 @@ class Runtime:
 
     @property
     def peers_lost(self) -> int:
-        """The number of members whose link has died although they did not say that they leave."""
+        """The number of members whose link died without a goodbye."""
         return self.member_changes.peers_lost
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where this member can be reached."""
+        """The addresses of this member."""
         return self.membership.me.addresses
 
     @property
@@ -301,11 +306,11 @@ class Runtime:
         raise UnknownWorker(f"unknown destination worker {to!r}: the members are {known}")
 
     def is_peer(self, peer: Peer) -> bool:
-        """Is ``peer`` how this very node sees a member? Several nodes may live in one process."""
+        """Is ``peer`` a peer of this node? Several nodes may live in one process."""
         return self._peers.get(peer.info.id) is peer
 
     def is_gone(self, name: str, incarnation: int) -> bool:
-        """Was there that incarnation of a member, and is it there no more? An unknown one may come yet."""
+        """Has that incarnation of a member come and gone? An unknown one may still come."""
         peer = self._peers.get(name)
         if peer is not None and peer.incarnation == incarnation:
             return peer.broken
@@ -314,12 +319,12 @@ class Runtime:
     def numbered(self, member: int) -> Peer | None:
         """The member of this number (``Peer.number``), in whatever state the node and the link to it are.
 
-        None: it is gone; or, while the node starts, not connected yet.
+        None: the member is gone; or, while the node starts, not connected yet.
         """
         return self.links.peers.numbered.get(member)
 
     def other(self, member: int) -> RemotePeer | None:
-        """The member of this number, if it is another than this node itself."""
+        """The member of this number, unless it is this node itself."""
         peer = self.links.peers.numbered.get(member)
         return peer if isinstance(peer, RemotePeer) else None
 
@@ -336,7 +341,7 @@ class Runtime:
         return self.links.peers.workers()
 
     def members_now(self) -> list[MemberInfo]:
-        """All members, and since when each of them is unresponsive, if it is."""
+        """All members, with the time for which each has been unresponsive, if it is."""
         return self.links.peers.members()
 
     def shared_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -346,7 +351,7 @@ class Runtime:
     # ------------------------------------------------------------------ the layers above
 
     def part(self, kind: Callable[[Runtime], P]) -> P:
-        """This node's one ``kind(runtime)``, made at first use: how layers above keep state with a node."""
+        """This node's one ``kind(runtime)``, made at first use: the layers above keep their state so."""
         part = self._parts.get(kind)
         if part is None:
             with self._parts_lock:
@@ -356,16 +361,16 @@ class Runtime:
         return part
 
     def part_if_made(self, kind: Callable[[Runtime], P]) -> P | None:
-        """This node's ``kind``, or None if it was never used."""
+        """This node's ``kind``; None: it was never used."""
         return self._parts.get(kind)
 
     def use_questions(self, questions: Questions) -> None:
-        """Answer observers, and explain timeouts, by ``questions``: given once, while the node starts."""
+        """Answer observers, and explain timeouts, by ``questions``; set once, while the node starts."""
         self.observers.questions = questions
         self.calls.questions = questions
 
     def something_ended(self) -> None:
-        """Have a graceful shutdown look again: perhaps it waited for nothing else. From any thread."""
+        """Have a graceful shutdown look again: it may have waited for this alone. From any thread."""
         if self.leaving.entered:
             self.leaving.poke()
 
@@ -388,7 +393,7 @@ class Runtime:
         self.ending.shutdown(graceful, timeout_s)
 
     def newest(self) -> Runtime:
-        """This node as the member that it is now."""
+        """The runtime of this node's present membership."""
         runtime = self
         while runtime.successor is not None:
             runtime = runtime.successor

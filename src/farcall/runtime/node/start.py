@@ -1,7 +1,7 @@
 """The start of a node: it meets the others, gets its parts, is connected, and serves.
 
-`start_runtime` returns a runtime that is complete, or raises and leaves nothing behind. Runs on the thread that starts
-the node; how the members meet is `rendezvous/`.
+`start_runtime` returns a complete runtime, or raises and leaves nothing behind. Runs on the thread that starts the
+node. The members meet by `rendezvous/`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,17 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterable
+from functools import partial
 from time import monotonic
 
 from farcall.channel.segments import host_token
 from farcall.errors import Cancelled
+from farcall.imports import gc_paused
 from farcall.options import RpcBackendOptions
 from farcall.protocol.member import Member, Trust, new_incarnation
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.io import sigint
+from farcall.runtime.node import current
 from farcall.runtime.node.ending import ComeBack
 from farcall.runtime.node.lifecycle import Lifecycle
 from farcall.runtime.node.resources import Resources
@@ -24,8 +27,8 @@ from farcall.runtime.node.runtime import MakeCalls, Runtime
 from farcall.runtime.rendezvous.addresses import choose_host
 from farcall.runtime.rendezvous.agreement import Membership
 from farcall.runtime.rendezvous.dynamic import DynamicRendezvous, Meeting, meet
+from farcall.runtime.rendezvous.meeting_place import find_meeting_place
 from farcall.runtime.rendezvous.static import join
-from farcall.runtime.rendezvous.store import find_meeting_place
 from farcall.serialize.allowance import INSTALLED
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -45,9 +48,9 @@ def start_runtime(
 ) -> Runtime:
     """Meet the other members and connect to each; raises within the options' start timeout.
 
-    ``lifecycle`` has just been moved to "starting". ``parts`` are made before anything can arrive. ``come_back`` makes
-    an expelled node join again. ``way_back``: into the group that this node was expelled from. ``over``: the cluster of
-    a group of fixed size that let nobody in.
+    ``lifecycle`` has just been moved to "starting". ``parts`` are made before a message can arrive. ``come_back`` makes
+    an expelled node join again. ``way_back`` leads into the group that this node was expelled from. ``over`` is a
+    cluster, of a group of fixed size, that has ended and lets nobody in.
     """
     name = lifecycle.name
     deadline = monotonic() + options.start_deadline_s
@@ -61,7 +64,7 @@ def start_runtime(
         try:
             resources = Resources(name, options, host)
         finally:
-            sigint.unseal()  # A held Ctrl-C is raised here, where the handler below knows what there is to close.
+            sigint.unseal()  # a held Ctrl-C is raised here, where the handler below closes what was made
         incarnation = new_incarnation(secrets.randbits(62))
         trust: Trust = "code" if INSTALLED.allowance is None else INSTALLED.allowance.trust
         me = Member(name, place.rank, incarnation, tuple(resources.addresses), host_token(), trust=trust)
@@ -75,16 +78,17 @@ def start_runtime(
         if isinstance(found, Meeting):
             entry = DynamicRendezvous(found, me, options, deadline)
             found = entry.membership
-        runtime = Runtime(
-            lifecycle,
-            options,
-            resources,
-            found,
-            place=place,
-            entry=entry,
-            make_calls=make_calls,
-            come_back=come_back,
-        )
+        with gc_paused():  # a large group is many objects
+            runtime = Runtime(
+                lifecycle,
+                options,
+                resources=resources,
+                membership=found,
+                place=place,
+                entry=entry,
+                make_calls=make_calls,
+                come_back=come_back,
+            )
         for kind in parts:
             runtime.part(kind)
         _connect(runtime, deadline)
@@ -101,11 +105,12 @@ def start_runtime(
 
 
 def _connect(runtime: Runtime, deadline: float) -> None:
-    """Be connected to the other members, or let in by them."""
+    """Connect to the other members, or join them."""
     names_devices = runtime.options.names_devices
     if names_devices:
         runtime.use_devices().meet(runtime.me)
-    runtime.loop.start()
+    # The I/O thread runs quick functions of users, too, and they may ask for the current node.
+    runtime.loop.start(partial(current.work_for, runtime), runtime.ending.on_io_thread_lost)
     if runtime.entry is not None:
         runtime.links.join(runtime.entry)
         return
@@ -116,13 +121,13 @@ def _connect(runtime: Runtime, deadline: float) -> None:
 
 
 def _serve(runtime: Runtime) -> None:
-    """Make and serve calls from now on; the calls that came before have waited."""
+    """Make and serve calls from now on; calls that came earlier have waited."""
     lifecycle, info = runtime.lifecycle, runtime.info
     lifecycle.move("connected")
     runtime.executor.start()
     runtime.watch.begin()
     verdict = lifecycle.verdict
-    if verdict is not None:  # expelled while it started; from now on perhaps by the I/O thread, which ends it then
+    if verdict is not None:  # expelled while it started; a later verdict is the I/O thread's to carry out
         if lifecycle.move("leave"):
             runtime.ending.end(verdict)
         raise verdict

@@ -1,8 +1,8 @@
 """The log of a node's events: every kind is counted for good, the latest events are kept.
 
-Owns the kinds of events, their counts and the last MOST_EVENTS of them. No call that ends well comes here. An event
-that repeats the one before only raises its ``times``: a loop over a broken function must not push a death out of
-sight. From any thread.
+Owns the kinds of events, their counts and the last MOST_EVENTS of them. A call that ends well is no event. An event
+that repeats the one before only raises its ``times``: a loop over a broken function must not push a death out of the
+log. From any thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOST_CHARACTERS: Final = 400
 
 
 class LoggedEvent(NamedTuple):
-    """An event, perhaps of several times."""
+    """An event, which may have happened several times in a row."""
 
     at: float
     """Seconds since the epoch, of the last time."""

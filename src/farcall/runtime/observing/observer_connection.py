@@ -1,9 +1,9 @@
 """The connections of observers, at the member that they ask: questions in, answers out.
 
-Everything here runs on the I/O thread, or when that has stopped, so there is no lock. Knows nothing of the subjects: it
-hands each question on, and sends the messages it is given. Bytes that the kernel does not take are kept, up to
-MOST_UNSENT_BYTES: an observer that does not read is cut off. Questions are answered QUESTIONS_PER_S at most, after a
-first few at once; meanwhile the observer is not read, so a flood of them stays in its own socket.
+All of this runs on the I/O thread, or after its end, so there is no lock. Knows nothing of the subjects: it hands on
+questions, and sends the answers. Bytes that the kernel does not take are kept, up to MOST_UNSENT_BYTES: an observer
+that does not read is cut off. After the first few questions, QUESTIONS_PER_S are answered; meanwhile the observer is
+not read, so a flood of questions stays in its own socket.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class ObserverConnection:
         if events & WRITE:
             self._write()
         if events & READ and self._waits:
-            self.close("it went away")  # all else it does is not looked at while it waits
+            self.close("it went away")  # the descriptor is silenced, so the poller reports nothing but its end
         elif events & READ and not self._closed:
             self._read()
 
@@ -168,7 +168,7 @@ class ObserverConnection:
         self._answer_more(monotonic())
 
     def _answer_more(self, now: float) -> float:
-        """Answer what may be answered now; returns when the next question may be."""
+        """Answer as many questions as are allowed now; returns the moment for the next."""
         self._allowed = min(QUESTIONS_AT_ONCE, self._allowed + (now - self._allowed_at) * QUESTIONS_PER_S)
         self._allowed_at = now
         was_waiting = self._waits

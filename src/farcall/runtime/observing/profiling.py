@@ -1,9 +1,9 @@
 """The hooks of profiling: in calls, in the functions that serve them, and in backward passes.
 
-Owns the question whether anybody profiles, which costs one C function when nobody does, and the place where
-`farcall.observe`, a layer above, puts its `Profiler`. Knows neither what is recorded nor where it goes.
+Owns the question whether this thread is profiled, which costs one C function, and the place where `farcall.observe`, a
+layer above, puts its `Profiler`. Knows neither the records nor their way.
 
-Invariant: without a profiler nothing of a call changes, neither its bytes nor the way it takes.
+Invariant: without a profiler a call has the same bytes, and takes the same way.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RunProfile(Protocol):
         """Wrap ``coroutine`` so that each of its steps is a part."""
 
     def pause(self) -> None:
-        """End the current part early: what follows on this thread does not belong to it."""
+        """End the current part early: the next steps of this thread do not belong to it."""
 
     def finish(self, name: str) -> bytes:
         """End the run; return its record, to be sent home."""
@@ -51,7 +51,7 @@ class Profiler(Protocol):
     """The recorder of calls and runs; `farcall.observe` has the only one."""
 
     def begin_call(self, node: Any, peer: Any, kind: str, what: Any, run: Any) -> CallProfile | None:
-        """Begin a call; ``kind`` is "sync" or "backward", for example. ``run`` makes it; None: this thread does."""
+        """Begin a call; ``kind`` is "sync" or "backward", for example. ``run`` makes the call; None: this thread."""
 
     def begin_run(self, worker: Any, wanted: ProfileWanted | None) -> RunProfile | None:
         """Begin a run on ``worker`` whose caller has wished for ``wanted``."""
@@ -61,32 +61,35 @@ class Profiler(Protocol):
 
 
 class _Profiling:
-    """The process's profiler, and whether it must hear of everything."""
+    """The process's profiler, once there is one, and whether it must hear of everything."""
 
-    __slots__ = ("_profiler", "clock_ns", "everywhere")
+    __slots__ = ("clock_ns", "everywhere", "load", "profiler")
 
     def __init__(self) -> None:
-        self._profiler: Profiler | None = None  # where `farcall.observe` is not loaded
+        self.profiler: Profiler | None = None
+        self.load: Callable[[], Profiler] | None = None
+        """Makes the profiler, and sets it; `farcall.observe` has it. Most programs never need one."""
         self.clock_ns: Callable[[], int] = time.time_ns
         """The clock of all spans: the wall's, since torch's profilers use it too."""
         self.everywhere: int = 0
-        """How many recordings want everything that this process does, on whatever thread."""
-
-    def use(self, profiler: Profiler) -> None:
-        """Record with ``profiler`` from now on."""
-        self._profiler = profiler
+        """The number of recordings of all threads of this process."""
 
     def begin_call(self, node: Any, peer: Any, kind: str, what: Any, run: Any) -> CallProfile | None:
         """See `Profiler`."""
-        return None if self._profiler is None else self._profiler.begin_call(node, peer, kind, what, run)
+        return None if self.profiler is None else self.profiler.begin_call(node, peer, kind, what, run)
 
     def begin_run(self, worker: Any, wanted: ProfileWanted | None) -> RunProfile | None:
-        """See `Profiler`."""
-        return None if self._profiler is None else self._profiler.begin_run(worker, wanted)
+        """See `Profiler`; loads it where a caller wants the record."""
+        profiler = self.profiler
+        if profiler is None:
+            if self.load is None or wanted is None or not wanted.home:
+                return None  # nobody would hear of it
+            profiler = self.load()
+        return profiler.begin_run(worker, wanted)
 
     def carry(self, callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """See `Profiler`."""
-        return callback if self._profiler is None else self._profiler.carry(callback)
+        return callback if self.profiler is None else self.profiler.carry(callback)
 
 
 PROFILING: Final = _Profiling()

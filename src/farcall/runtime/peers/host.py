@@ -1,8 +1,8 @@
-"""What the table of peers needs of its node: memory, the I/O thread, and somebody to tell what becomes of members."""
+"""What the table of peers needs of its node: memory, the I/O thread, and a listener for changes of members."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from farcall.channel.host_memory import ReceivePool
@@ -10,7 +10,7 @@ from farcall.channel.shared_memory import SegmentPool
 from farcall.ids import WorkerInfo
 from farcall.protocol.member import Member
 from farcall.runtime.io.loop import Loop
-from farcall.runtime.peers.peer import RemotePeer
+from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.transport.interface import Transport
 
 
@@ -23,38 +23,41 @@ class Resources(Protocol):
 
 
 class Host(Protocol):
-    """The node that the peers are of."""
+    """The node that owns the table of peers."""
 
     def wrap(self, transport: Transport, info: WorkerInfo) -> Transport:
-        """What a link uses instead of a transport."""
+        """The transport that a link uses in the place of ``transport``: tests interpose theirs."""
 
     def write_later(self, write: Callable[[], None]) -> None:
-        """Have a worker write what the I/O thread may not, because it can mean waiting."""
+        """Have a worker run ``write``, which may block and so must not run on the I/O thread."""
 
     def on_release(self, urgent: bool) -> None:
-        """Memory of a peer is not needed here any more."""
+        """Memory of a peer is no longer used here; ``urgent``: give it back at once."""
 
     def on_expelled(self, why: str) -> None:
-        """The others hold this node for dead."""
+        """The other members have declared this node dead."""
 
 
 class Watcher(Protocol):
-    """Told of what becomes of members, on the I/O thread; `fail_unsent` from any."""
+    """The listener for changes of members. Called on the I/O thread; `fail_unsent` on any thread."""
 
     def on_entered(self, peer: RemotePeer) -> None:
-        """A member joined; nothing of it has been read yet."""
+        """A member joined; none of its frames has been handled yet."""
 
     def on_change(self, kind: str, member: Member, why: str) -> None:
         """A member joined, left, died, is unresponsive, or recovered."""
 
     def on_interrupted(self, info: WorkerInfo, why: str) -> None:
-        """The connection to a member broke, and another one is being made."""
+        """The connection to a member broke, and the node reconnects."""
 
     def on_reconnected(self, info: WorkerInfo) -> None:
         """A member is connected again."""
 
     def on_gone(self, peer: RemotePeer, reason: str) -> None:
-        """Once: a member's link is dead."""
+        """A member's link is dead. Called once per member."""
+
+    def awaited(self) -> Collection[Peer]:
+        """The members that this node awaits answers from. From any thread."""
 
     def fail_unsent(self, call_id: int, why: str) -> None:
-        """A request did not arrive."""
+        """Fail a call whose request did not arrive."""

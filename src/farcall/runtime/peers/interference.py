@@ -1,9 +1,9 @@
-"""The place where a test may stand between a node and its connections.
+"""The place where tests interpose themselves between a node and its connections.
 
-`farcall.testing.faults` installs an `Interference` here. A node asks for its own once, when it makes its links, and
-passes every connection and every message to itself through it; nothing else of the runtime knows of faults.
+`farcall.testing.faults` installs an `Interference` here. A node looks for one when it makes its links, and passes every
+connection, and every message to itself, through it; no other part of the runtime knows of faults.
 
-A module-level list and not an option: faults are for programs under test, whose options are their own business.
+A module-level list, not an option: a fault test must not change the options of the program under test.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def interfering(interference: Interference, workers: Collection[str]) -> Iterato
     try:
         yield
     finally:
-        _installed.remove(entry)  # by value: blocks of several threads need not end in order
+        _installed.remove(entry)  # not pop(): blocks on several threads may end in any order
 
 
 def find_interference(worker: str) -> Interference | None:
-    """The latest installed for a node of this name; None outside of tests."""
+    """The interference installed last for a node of this name; None outside of tests."""
     for interference, workers in reversed(_installed):
         if not workers or worker in workers:
             return interference

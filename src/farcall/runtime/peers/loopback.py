@@ -1,7 +1,7 @@
-"""This node as the target of its own calls: no socket, and yet a copy.
+"""This node as the target of its own calls: no socket, but still a copy.
 
-Values still pass through bytes and copied buffers, so that a function called on oneself gets its own copy of the
-arguments, exactly as a remote one does. What is sent is handled at once, on the sender's thread.
+Values are serialized and buffers copied, so that a function called on its own node gets its own copy of the arguments,
+exactly as a remote function does. The sender's thread handles each message at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from farcall.runtime.peers.peer import Peer
 
 
 class LoopbackPeer(Peer):
-    """This node, as the target of its own calls."""
+    """This node, as the target of its own calls. ``ended``, set when the node ends, is the error of later calls."""
 
     __slots__ = ("_memory", "_on_control", "_on_message", "ended")
 
@@ -50,7 +50,7 @@ class LoopbackPeer(Peer):
             [self._copy(buffer) for buffer in frame.buffers],
         )
         frame.handed_over = True
-        sigint.enter()  # Ctrl-C must not leave a request behind that is counted and never runs
+        sigint.enter()  # else Ctrl-C could leave a request that counts as accepted and never runs
         try:
             self._on_message(self, copy)
         finally:

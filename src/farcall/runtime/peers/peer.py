@@ -1,10 +1,11 @@
-"""Whom a call can go to. `Peer` is what every member is to the others, `RemotePeer` one behind a link.
+"""The targets of messages: `Peer` is any member of the group, `RemotePeer` a member behind a link.
 
-A peer takes whole messages and sees to it that they arrive. What a message means, it does not know. Each out-of-band
-buffer travels in a shared segment where that can be had (`shared_memory.py`), else inline. This node itself is a
-peer, too: `loopback.py`.
+A peer takes whole messages and delivers them; it does not know their meaning. Each out-of-band buffer goes through a
+shared segment if one can be had (`shared_memory.py`), else inline. This node itself is a peer, too: `loopback.py`.
 
-Messages are sent from any thread; what comes back about shared memory is handled on the thread that reads the link.
+Any thread may send; the thread that reads the link handles the replies about shared memory.
+
+Over 400 lines: the requests of a call to a peer, and how a remote peer carries them out, side by side.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from farcall.channel.segment_map import SegmentMap
 from farcall.channel.segments import SegmentRefused
@@ -48,15 +49,16 @@ from farcall.runtime.link.resend import instead_of
 from farcall.runtime.observing.counters import FunctionCounters
 from farcall.runtime.peers.shared_memory import SharedMemorySender
 from farcall.serialize import has_devices, withdraw, withdraw_lent
+from farcall.transport.interface import Absent
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 WORTH_RELEASING_BYTES = 512 * 1024
-"""So much memory of the peer's is given back ahead of any message to it; less waits for more, or for a timer."""
+"""From here on, the peer's memory is released ahead of the next message; less waits for more, or for a timer."""
 
 
 class Peer:
-    """A member that messages can be sent to."""
+    """A member that messages can be sent to. Mutable: ``devices``, ``full``, and the two tables of counters."""
 
     __slots__ = (
         "__weakref__",
@@ -70,18 +72,18 @@ class Peer:
     )
 
     devices: Any
-    """A `DeviceLink`, where a device map leads to this peer or from it; else None."""
+    """A `DeviceLink`, if a device map leads to this peer or from it; else None."""
     info: WorkerInfo
     incarnation: int
-    """Which start of that worker: another process may have its name and rank some day."""
+    """Identifies the process: another one may get its name and rank later."""
     number: int
-    """What stands for this member in references and gradients.
+    """The name of this member in references and gradients.
 
-    The rank of a member of the first hour in a group of fixed size, since programs see it (torch prints it as
-    ``created_on``); else the incarnation, since ranks are given away again. An incarnation is never as small as a rank.
+    For a founding member of a group of fixed size its rank, since programs see it (torch prints it as ``created_on``);
+    else its incarnation, since ranks are reused. An incarnation is never as small as a rank.
     """
     full: Fullness | None
-    """Has it said that too many calls wait there?"""
+    """Set while the peer reports that too many calls wait there."""
 
     def __init__(self, info: WorkerInfo, incarnation: int, number: int) -> None:
         self.devices = None
@@ -90,58 +92,58 @@ class Peer:
         self.number = number
         self.full = None
         self.called: FunctionCounters = {}
-        """How calls to this peer ended."""
+        """Counts the outcomes of calls to this peer."""
         self.served: FunctionCounters = {}
-        """How functions ended that ran for this peer."""
+        """Counts the outcomes of functions that ran for this peer."""
 
     def send(self, frame: Frame, deadline: float = NEVER, more: bool = False, awaited: Awaited | None = None) -> None:
         """Send one message.
 
-        ``more``: another one follows at once, or ``flush``. ``awaited``: the caller waits for this, and has nothing
-        better to do than to help bring it about.
+        ``more``: another message or a ``flush`` follows at once. ``awaited``: the caller will wait for this answer, and
+        may read the link itself meanwhile.
         """
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Send what ``more`` held back."""
+        """Send the messages that ``more`` held back."""
         raise NotImplementedError
 
     def help_until(self, awaited: Awaited, deadline: float) -> None:
-        """Do what brings ``awaited`` about, as far as the calling thread can."""
+        """Read the link on the calling thread, if no other thread does, until ``awaited`` has arrived."""
         raise NotImplementedError
 
     def run_inline(self, task: Task, at_once: bool) -> bool | None:
         """Run ``task`` on the calling thread if that is the I/O thread and, unless ``at_once``, has time.
 
-        None: it has not run. False: it was late.
+        None: the task has not run. False: the task was late, and another thread reads on.
         """
         return None
 
     def cancel(self, call_id: int) -> None:
-        """Nobody waits for the answer to this call any more."""
+        """Tell the peer that the caller no longer waits for the answer to this call."""
 
     def control(self, message: messages.Message, more: bool = False) -> None:
-        """Send a control message, if that still can be done; never waits."""
+        """Send a control message, if the peer can still be reached; never blocks."""
         raise NotImplementedError
 
     def watch(self) -> None:
-        """The thread that reads this peer's link is about to run what may take long."""
+        """The thread that reads this peer's link is about to complete a future, which may take long."""
 
     def tell_full(self, queued: int, limit: int) -> None:
-        """Tell it that too many calls wait here; never waits."""
+        """Report to the peer that too many calls wait here; never blocks."""
         raise NotImplementedError
 
     def tell_room(self) -> None:
-        """Tell it that they no longer do."""
+        """Report to the peer that there is room again; never blocks."""
         raise NotImplementedError
 
     def on_queue_full(self, message: messages.QueueFull) -> None:
-        """It says that too many calls wait there."""
+        """The peer reports that too many calls wait there."""
         if self.full is None:
             self.full = Fullness(message.queued, message.limit)
 
     def on_queue_has_room(self, message: messages.QueueHasRoom | None = None) -> None:
-        """It says that they no longer do; or it is gone, and those who wait for that are to find out."""
+        """The peer reports room; or it is gone (None), and waiting senders must find that out by sending."""
         full, self.full = self.full, None
         if full is not None:
             full.end()
@@ -157,18 +159,21 @@ class Peer:
 
 
 class RemotePeer(Peer):
-    """Another member, with its link and, on one host, the shared segments of both sides."""
+    """Another member, with its link and, on the same host, the shared segments of both sides."""
 
     __slots__ = (
         "_fail_call",
         "_here",
+        "_make_link",
         "_write_later",
         "farewell",
+        "gone",
         "held",
         "known",
         "leaving",
         "lending",
         "link",
+        "linked",
         "segments",
         "shared_bytes_received",
         "shared_bytes_sent",
@@ -182,39 +187,44 @@ class RemotePeer(Peer):
         write_later: Callable[[Callable[[], None]], None],
         here: WorkerInfo,
         fail_call: Callable[[int, str], None],
+        make_link: Callable[[RemotePeer], None],
     ) -> None:
-        """``write_later`` runs a write that may have to wait on some worker thread.
+        """``write_later`` has a worker thread run a write that may block.
 
-        ``fail_call(call_id, why)`` fails a call whose request did not arrive. ``here`` is this node.
+        ``fail_call(call_id, why)`` fails a call whose request did not arrive. ``here`` is this node. ``make_link``, on
+        any thread, makes a link for messages that come before the first connection.
         """
         super().__init__(info, incarnation, number)
         self._write_later = write_later
         self.known: bool = True
-        """Is it a member? Others are heard about membership only."""
+        """Is it a member? From a stranger, only messages about membership are handled."""
         self.held: list[Frame] = []
-        """What a stranger has sent that may only be read once it is a member."""
+        """Frames of a stranger that may be handled only once it is a member."""
         self.leaving: bool = False
-        """Has it said that it leaves? It may have answers to send, but gets no requests any more."""
+        """Has it announced that it leaves? It may still send answers, but gets no more requests."""
         self.farewell: str = LEFT
         """How it left, in the words of its Goodbye."""
         self.lending: SharedMemorySender | None = None
-        """The memory of this node that it may look into; None: shared memory is not in use."""
+        """The memory of this node that the peer maps; None: shared memory is not in use."""
         self.segments: SegmentMap | None = None
-        """The memory of the peer that this node looks into."""
+        """The memory of the peer that this node maps."""
         self.link: Link
+        self.linked: bool = False
+        """Has the link been made? In a large group most members never need one; reading ``link`` makes it."""
+        self.gone: str | None = None
+        """Why it is gone, if it went before its link was made."""
+        self._make_link = make_link
         self._here = here
         self._fail_call = fail_call
-        self.shared_bytes_sent: int = 0  # about: it is counted without a lock
+        self.shared_bytes_sent: int = 0  # approximate: counted without a lock
         self.shared_bytes_received: int = 0
 
     def send(self, frame: Frame, deadline: float = NEVER, more: bool = False, awaited: Awaited | None = None) -> None:
         kind = frame.kind
         if self.leaving and kind == REQUEST:
-            raise PeerDead(
-                f"{self.info.name} {self.farewell}", Delivery.NOT_SENT, self.info, incarnation_text(self.incarnation)
-            )
+            raise self.lost(Delivery.NOT_SENT)
         if self.segments is not None and self.segments.owed_bytes >= WORTH_RELEASING_BYTES:
-            self.send_releases(more=True)  # ahead of this message: its receiver may want the memory at once
+            self.send_releases(more=True)  # ahead of this message: its receiver may need the memory at once
         if self.devices is not None and self.devices.is_worth_releasing:
             self.send_device_releases(more=True)
         if kind == REQUEST and awaited is None:
@@ -228,7 +238,7 @@ class RemotePeer(Peer):
                 self.link.outgoing.send(data, deadline, more)
             return
         if self.link.broken is not None:
-            raise self.link.dead(Delivery.NOT_SENT)  # before anything is copied
+            raise self.lost(Delivery.NOT_SENT)  # before the buffers are copied
         buffers: list[memoryview | Ticket] = []
         lending = self.lending
         try:
@@ -254,14 +264,15 @@ class RemotePeer(Peer):
                 withdraw=partial(withdraw_lent, frame.payload, self) if lent else _nothing,
             )
             if kind == LETTER and lending is not None:
-                # No room in shared memory, or none yet. A letter goes again if it is lost, perhaps long after this
-                # returns, and the maker of a stream's items relies on shared memory's copy.
+                # Shared memory has no room, or none yet. A lost letter is retransmitted, perhaps long after this
+                # returns, and the producer of a stream's items may change them then, as if shared memory had a copy.
                 pieces = [bytes(piece) for piece in pieces]
-            # The I/O thread waits for no peer, and a running event loop for nobody: a worker does. But calls of an
-            # object that is called in order must not pass each other.
+            # A large write may block. The I/O thread must not wait for a peer, nor an event loop at all, so a worker
+            # writes instead; but the calls of an object that is called in order (``serial``) must not overtake each
+            # other.
             if self.link.on_io_thread() or (awaited is None and frame.serial is None and in_event_loop()):
                 if kind == REQUEST:
-                    pieces = [bytes(piece) for piece in pieces]  # the tensors are their sender's when we return
+                    pieces = [bytes(piece) for piece in pieces]  # the caller may change its tensors once we return
                 self._write_later(partial(self._write, frame, pieces, deadline, instead, buffers))
             else:
                 self.link.outgoing.send_pieces(pieces, deadline, instead)
@@ -281,7 +292,7 @@ class RemotePeer(Peer):
         instead: Instead | None,
         buffers: Sequence[memoryview | Ticket],
     ) -> None:
-        """On a worker: write a frame with large pieces, or take back what went with it."""
+        """On a worker: write a frame with large pieces; if that fails, take back the memory and forks sent with it."""
         try:
             self.link.outgoing.send_pieces(pieces, deadline, instead)
         except BaseException as error:
@@ -300,21 +311,40 @@ class RemotePeer(Peer):
         self.control(messages.CallCancelled(call_id))
 
     def watch(self) -> None:
-        if reading.link is self.link.incoming:
-            self.link.incoming.watch_reader()
+        incoming = self.link.incoming
+        if reading.link is incoming:
+            incoming.answers_futures = True
+            incoming.watch_reader()
 
     def run_inline(self, task: Task, at_once: bool) -> bool | None:
         return self.link.incoming.run_inline(task, at_once)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Link:
+            """Make the link at its first use, while its slot is empty. Later uses find the slot, and cost nothing."""
+            if name != "link":
+                raise AttributeError(f"a peer has no {name!r}", name=name, obj=self)
+            self._make_link(self)
+            return self.link
+
     @property
     def broken(self) -> bool:
-        return self.link.broken is not None
+        return self.gone is not None or (self.linked and self.link.broken is not None)
+
+    @property
+    def was_connected(self) -> bool:
+        """Is there a connection, or was there one before?"""
+        return self.linked and not isinstance(self.link.transport, Absent)
 
     def lost(self, delivery: Delivery) -> RpcError:
+        if self.leaving:  # its own words say more than the end of its link
+            name, incarnation = self.info.name, incarnation_text(self.incarnation)
+            return PeerDead(f"{name} {self.farewell}", delivery, self.info, incarnation)
         return self.link.dead(delivery)
 
     def control(self, message: messages.Message, more: bool = False) -> None:
-        """Send a control message, if the link still stands; never waits."""
+        """Send a control message, if the link is not broken; never blocks."""
         if self.link.broken is None:
             if self.segments is not None and self.segments.owed_bytes >= WORTH_RELEASING_BYTES:
                 self.send_releases(more=True)
@@ -325,7 +355,7 @@ class RemotePeer(Peer):
                     urgent=True,
                 )
             except RpcError:
-                pass  # it broke this moment, and whoever must know is told by the link
+                pass  # the link has just broken, and reports that itself
 
     def tell_full(self, queued: int, limit: int) -> None:
         self.control(messages.QueueFull(queued, limit))
@@ -336,7 +366,7 @@ class RemotePeer(Peer):
     # ------------------------------------------------------------------ shared memory
 
     def share(self, pool: SegmentPool, segments: SegmentMap) -> None:
-        """Its first connection can carry descriptors: use shared memory from now on."""
+        """Use shared memory from now on: the first connection to the peer can carry descriptors."""
         self.segments = segments
         self.lending = SharedMemorySender(self, pool, segments, self._write_later)
 
@@ -346,7 +376,7 @@ class RemotePeer(Peer):
             self.lending.on_accepted(message.segment_id)
 
     def on_segment_refused(self, message: messages.SegmentRefused) -> None:
-        """The peer cannot map it."""
+        """The peer cannot map a segment of ours."""
         if self.lending is not None:
             self.lending.on_refused(message.reason)
 
@@ -356,8 +386,8 @@ class RemotePeer(Peer):
             self.lending.on_released(message.blocks)
 
     def on_segment_offered(self, message: messages.SegmentOffered) -> None:
-        """Map a segment of the peer's. On the thread that reads: its descriptor must go with the frame."""
-        # Several offers may have come with one read: each takes the first descriptor, in the order sent.
+        """Map a segment of the peer's. On the reading thread, in order: descriptors are matched to offers by order."""
+        # One read may bring several offers: each takes the oldest descriptor.
         descriptor = self.link.incoming.take_descriptor()
         try:
             if descriptor is None:
@@ -372,7 +402,7 @@ class RemotePeer(Peer):
             self.control(messages.SegmentAccepted(message.segment_id))
 
     def on_segment_retired(self, message: messages.SegmentRetired) -> None:
-        """The peer no longer uses a segment of its own: unmap it."""
+        """The peer has given up a segment of its own: unmap it."""
         if self.segments is not None:
             self.segments.detach(message.segment_id)
 
@@ -407,7 +437,7 @@ class RemotePeer(Peer):
             buffers[index] = view  # type: ignore[index]  # a frame with tickets has a list
 
     def close(self) -> None:
-        """The link is gone: take back what the peer held."""
+        """The link is gone: wake up waiting senders, and take back the memory that the peer held."""
         self.on_queue_has_room()
         if self.lending is not None:
             self.lending.close()

@@ -1,17 +1,18 @@
-"""Memory of this node that one peer on the same host may look into: what is placed in it, offered, taken back.
+"""The shared memory that this node lends to one peer on the same host: buffers placed, segments offered, blocks freed.
 
-Owns what the peer knows of our segments, seen from one of them:
+Owns what the peer knows of our segments. The states of one segment:
 
     unknown   first buffer placed in it  -> offered (descriptor sent; this buffer goes inline)
     offered   SegmentAccepted            -> accepted: tickets may name it
     offered   SegmentRefused             -> the peer gets everything inline from now on
     offered   the connection broke first -> unknown, if the peer has not got the offer (`resend.py`)
 
-A break changes nothing else: both processes live, and so do their mappings. Tickets and releases are small frames,
-which the session sends again where they were lost; blocks stay lent meanwhile. Only a death takes them back (`close`).
+A broken connection changes nothing else: both processes live, and so do their mappings. Tickets and releases are small
+frames, which the session retransmits if they were lost; blocks stay lent meanwhile. Only the peer's death takes them
+back (`close`).
 
-Buffers are placed by whoever sends, on any thread; the pool has its own lock, and the set of accepted segments is used
-in single steps only. Where memory cannot be had, the buffer goes inline: that is never an error.
+The sending thread places buffers; the pool has its own lock, and the set of accepted segments sees only single atomic
+operations. Without memory a buffer goes inline: that is never an error.
 """
 
 from __future__ import annotations
@@ -38,15 +39,18 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger("farcall")
 
 SHARED_BYTES = LARGE_BYTES
-"""Buffers of at least this size are worth a place in a shared segment.
+"""Buffers of at least this size go through a shared segment.
 
-A smaller one is copied into its frame, and out of it. At this size both ways cost the same CPU time, since a block is
-allocated, looked up and released by Python code; at four times this size a segment costs half.
+A smaller buffer is copied into its frame, and out of it. At this size both ways cost the same CPU time, since Python
+code allocates, looks up and releases a block; at four times this size a segment costs half.
 """
 
 
 class SharedMemorySender:
-    """What this node lends to one peer; to the pool, this is who holds it."""
+    """The blocks that this node lends to one peer; the pool knows it as their holder.
+
+    Mutable: ``is_wanted``, which only becomes False, and ``_accepted``, the ids of segments that the peer has mapped.
+    """
 
     __slots__ = ("_accepted", "_borrowed", "_peer", "_pool", "_write_later", "is_wanted")
 
@@ -57,13 +61,13 @@ class SharedMemorySender:
         borrowed: SegmentMap,
         write_later: Callable[[Callable[[], None]], None],
     ) -> None:
-        """``borrowed``: the peer's own segments, whose blocks may be given back to it instead of a copy."""
+        """``borrowed``: the peer's own segments; a result in one of their blocks goes back without a copy."""
         self._peer = peer
         self._pool = pool
         self._borrowed = borrowed
         self._write_later = write_later
         self.is_wanted: bool = True
-        """Does the peer map what it is offered?"""
+        """Does the peer map the segments that it is offered?"""
         self._accepted: set[int] = set()
 
     def __repr__(self) -> str:
@@ -81,21 +85,22 @@ class SharedMemorySender:
         deadline: float,
         may_give_back: bool,
     ) -> int:
-        """Append a ticket to ``placed`` for each buffer, or the buffer itself where it must go inline.
+        """Append a ticket to ``placed`` for each buffer, or the buffer itself if it must go inline.
 
-        Returns how many bytes go in segments.
+        Returns how many bytes go through segments.
         """
         shared_bytes = 0
-        guard = sigint.of_thread()
-        guard.depth += 1  # or Ctrl-C would leave a block behind that nobody frees
+        in_use = self._borrowed.in_use  # empty if the function returned a fresh tensor: its arguments have died by now
+        guard = sigint.here.guard
+        guard.depth += 1  # else Ctrl-C could leak a block
         try:
             for index in range(len(buffers)):
-                # Nothing here may hold the buffer while it is placed: its death tells that its block can go back.
+                # Bind the buffer to no local name: its death tells `give_back` that its block may go back.
                 size = buffers[index].nbytes
                 if size < SHARED_BYTES or not self.is_wanted:
                     placed.append(buffers[index])
                     continue
-                found = self._give_back(buffers, index, deadline) if may_give_back else None
+                found = self._give_back(buffers, index, deadline) if may_give_back and in_use else None
                 if found is None:
                     found = self._copy_into_segment(buffers[index], deadline)
                 if found.__class__ is Ticket:
@@ -108,14 +113,14 @@ class SharedMemorySender:
         return shared_bytes
 
     def _give_back(self, buffers: Sequence[memoryview], index: int, deadline: float) -> memoryview | Ticket | None:
-        """A ticket for a buffer that lies in a block of the peer's own; None: it does not."""
+        """A ticket for a buffer that lies in a block of the peer's own; None: it lies elsewhere."""
         given = self._borrowed.give_back(buffers, index) if isinstance(buffers, list) else None
         if given is None:
             return None
         if given.last_use:
             given.gone()
             return Ticket(buffers[index].nbytes, given.segment_id | YOURS, given.offset)
-        # Others here still look at the block; until it is copied it must not go back.
+        # The block has other users here: copy it, and do not let it go back before.
         try:
             copied = self._copy_into_segment(buffers[index], deadline)
             return copied if isinstance(copied, Ticket) else memoryview(bytearray(copied))
@@ -140,8 +145,9 @@ class SharedMemorySender:
                 copy_bytes(view, buffer)
                 return Ticket(size, segment_id | YOURS, offset)
         block = pool.allocate(size, self)
-        for retired_id, holders in pool.take_retired():
-            retire_from(holders, retired_id)
+        if pool.retired:
+            for retired_id, holders in pool.take_retired():
+                retire_from(holders, retired_id)
         if block is None:
             return buffer
         segment_id = block.segment_id
@@ -153,27 +159,34 @@ class SharedMemorySender:
                 self._offer(segment_id, deadline)
         finally:
             if self._peer.link.broken is not None:
-                pool.release_all(self)  # it broke meanwhile, and what it held was forgotten before this
+                pool.release_all(self)  # the link broke meanwhile: `close` may have run before this allocation
             elif not is_accepted:
                 pool.release(segment_id, block.offset, self)
         return Ticket(size, segment_id, block.offset) if is_accepted else buffer
 
     def reaches(self, segment_id: int) -> bool:
-        """Can the peer look into this segment of ours? If not, offer it: some later question has another answer."""
+        """Has the peer mapped this segment of ours? If not, offer it, so that a later call may return True."""
         if segment_id not in self._accepted and self.is_wanted:
             self._offer(segment_id, NEVER)
         return segment_id in self._accepted
 
     def _offer(self, segment_id: int, deadline: float) -> None:
-        """Offer the peer a segment that it has not accepted, unless that was done: tickets may name it afterwards."""
+        """Offer the peer a segment, unless that was done before; tickets may name it once it is accepted."""
         if self._peer.link.outgoing.queue.down:
             return
-        offer = self._pool.offer(segment_id, self)
+        later = self._peer.link.on_io_thread() or in_event_loop()
+        offer = self._pool.offer(segment_id, self, keep=later)
         if offer is not None:
-            if self._peer.link.on_io_thread() or in_event_loop():
-                self._write_later(partial(self._send_offer, offer, NEVER))
+            if later:
+                self._write_later(partial(self._send_kept_offer, offer))
             else:
                 self._send_offer(offer, deadline)
+
+    def _send_kept_offer(self, offer: Offer) -> None:
+        try:
+            self._send_offer(offer, NEVER)
+        finally:
+            self._pool.let_go(offer.segment_id)
 
     def _send_offer(self, offer: Offer, deadline: float) -> None:
         message = messages.encode_message(messages.SegmentOffered(offer.segment_id, offer.size))
@@ -182,7 +195,7 @@ class SharedMemorySender:
         try:
             self._peer.link.outgoing.send_with_descriptor(frame, offer.descriptor, deadline, lost)
         except RpcTimeout:
-            self._pool.withdraw_offer(offer.segment_id, self)  # to be offered again
+            self._pool.withdraw_offer(offer.segment_id, self)  # not sent: a later buffer offers it again
             raise
 
     def on_accepted(self, segment_id: int) -> None:
@@ -190,19 +203,19 @@ class SharedMemorySender:
         self._accepted.add(segment_id)
 
     def on_refused(self, reason: str) -> None:
-        """The peer cannot map ours: everything goes inline from now on."""
+        """The peer cannot map our segments: everything goes inline from now on."""
         logger.info("%s takes no shared memory (%s): tensors go over the socket", self._peer.info.name, reason)
         self.is_wanted = False  # but it may still hold blocks of other segments
 
     def retire(self, segment_id: int) -> None:
-        """A segment of ours is gone."""
+        """The pool has given up a segment: tell the peer to unmap it."""
         self._accepted.discard(segment_id)
         self._peer.control(messages.SegmentRetired(segment_id))
 
     # ------------------------------------------------------------------ what comes back
 
     def take_back(self, placed: Sequence[memoryview | Ticket]) -> None:
-        """A message was not sent: what was lent for it is free again."""
+        """A message was not sent: free the blocks that were lent for it."""
         lent = []
         for ticket in placed:
             if isinstance(ticket, Ticket):
@@ -218,16 +231,16 @@ class SharedMemorySender:
         self._pool.release_batch(blocks, self)
 
     def returned(self, ticket: Ticket) -> memoryview:
-        """A block of ours that the peer gives back with what it was to send in it."""
+        """A view of a block of ours that the peer gives back, filled with a buffer of its message."""
         return self._pool.take_back(ticket.segment_id ^ YOURS, ticket.offset, ticket.size_bytes, self)
 
     def close(self) -> None:
-        """The peer is gone: take back what it held."""
+        """The peer is gone: take back all blocks that it held."""
         self._pool.release_all(self)
 
 
 def retire_from(holders: Iterable[object], segment_id: int) -> None:
-    """Tell those who know a segment of the pool's that it is gone."""
+    """Tell the peers that know a segment of the pool that it is gone."""
     for holder in holders:
         if isinstance(holder, SharedMemorySender):
             holder.retire(segment_id)

@@ -1,32 +1,39 @@
 """The peers of one node, members and strangers, by name, rank, number and incarnation.
 
-Owns the tables of peers and the making of peers. Connections are made, and made again, by `link/connector.py`;
-`failure_detector.py` decides which peers are members. Everything here runs on the I/O thread, but for `connected` (also
-while the node starts) and what says otherwise.
+Owns the tables of peers and makes the peers. `link/connector.py` makes connections, and makes broken ones again;
+`failure_detector.py` decides which peers are members. Everything here runs on the I/O thread, except `connected` (also
+while the node starts) and functions that say otherwise.
 
     peer                      event                               then
-    (unknown)                 connects to us, or is dialled       a stranger: heard about membership, nothing else
-    (unknown), or stranger    joined                              a member; of two, the one that came later dials
-    member, no connection     we dialled it, or it us             connected: what was sent to it meanwhile goes now
-    member, connected         connects once more, anew            a stranger beside that: it has lost the session
+    (unknown)                 connects to us, or is dialled       a stranger: only its membership messages are handled
+    (unknown), or stranger    joined a small group                a member; of each two, the later one dials
+    (unknown), or stranger    joined a large one, a neighbour     the same; or the first that has something to send
+    (unknown), or stranger    joined a large one, another         a member; the first that has something to send dials
+    member, no connection     we dialled it, or it us             connected: the messages sent meanwhile go out
+    member, no neighbour      no message for a while              parts from us; connected again when needed
+    member, connected         connects once more, anew            a stranger beside the member: it lost the session
     member, connected         its host leaves all unanswered      its connection is given up, and made again
                               for SILENT_PART of ``reconnect_s``
-    member                    left                                no calls any more; its link ends with its Goodbye
+    member                    left                                no more calls to it; its link ends with its Goodbye
     member                    died, or its link is dead           gone: calls that wait for it fail
 
-A name or a rank stands for the last member that had it, so that calls to the dead say so, until another one takes it.
+A name or a rank stands for its last owner until another member takes it, so that a call to a dead member says so.
+
+Over 400 lines: all events about peers change these few tables.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from time import monotonic
 
 from farcall.channel.segment_map import SegmentMap
 from farcall.ids import MemberInfo, MemberList, WorkerInfo
+from farcall.imports import gc_paused
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
 from farcall.protocol.frames import Frame
@@ -41,6 +48,7 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.connector import Connector
 from farcall.runtime.link.dialler import usable_ways
 from farcall.runtime.link.link import Link
+from farcall.runtime.link.parting import Partings
 from farcall.runtime.membership.failure_detector import FailureDetector, chosen
 from farcall.runtime.peers.host import Host, Resources, Watcher
 from farcall.runtime.peers.loopback import LoopbackPeer
@@ -51,14 +59,19 @@ from farcall.transport.interface import Absent, Transport
 logger: logging.Logger = logging.getLogger("farcall")
 
 STRANGER_S = 30.0
-"""How long a stranger's connection is kept: long enough for it to be told what it needs to know."""
+"""How long a stranger's connection is kept: long enough for the membership messages that it needs."""
 MAX_STRANGERS = 256
+YIELDED_S = 2.0
+"""How long a member whose dial made us give up our own may take to connect."""
+AWAITED_S = 10.0
+"""How long a new member of a small group may take to dial us; after that, the first with something to send dials."""
 LEFT_S = 10.0
 """How long a member that has left may take to close its link."""
 MAX_HELD = 4096
+"""How many frames of a stranger are kept."""
 SILENT_PART = 0.5
 MAX_GONE = 1024
-"""How many members that left or died are remembered by name, where members come and go."""
+"""How many members that left or died are remembered by name, in a group whose members come and go."""
 
 
 class PeerTable:
@@ -77,19 +90,24 @@ class PeerTable:
         watcher: Watcher,
         on_frame: Callable[[RemotePeer, Frame], None],
     ) -> None:
-        """``is_static``: a group of fixed size; ``is_founder``: and ``membership`` has all its first members."""
+        """``is_static``: the group has a fixed size; ``is_founder``: ``membership`` lists all its founding members."""
+        # Mutable: the tables of peers. The I/O thread alone changes them once the node runs; others read in one step.
         self.named: dict[str | int, Peer] = {myself.info.name: myself, myself.info.id: myself}
         """The targets of calls, by name and by rank."""
         self.numbered: dict[int, Peer] = {myself.number: myself}
-        """By ``Peer.number``."""
+        """The members, by ``Peer.number``."""
         self.remotes: dict[int, RemotePeer] = {}
-        """The other members, also dead ones whose rank nobody else has, by rank."""
+        """The other members by rank, including dead ones whose rank no other member has taken."""
         self._by_incarnation: dict[int, RemotePeer] = {}
-        self._strangers: dict[int, RemotePeer] = {}
-        self._gone: deque[RemotePeer] = deque()
-        self._ends: dict[RemotePeer, float] = {}  # when to close whose link
-        self._silent: dict[RemotePeer, float] = {}  # whose host is looked at, and until when at least
-        self._records: dict[int, Member] = {}  # who the strangers say they are
+        self._strangers: dict[int, RemotePeer] = {}  # by incarnation
+        self._gone: deque[RemotePeer] = deque()  # the oldest first
+        self._ends: dict[RemotePeer, float] = {}  # when to close the link of each
+        self._yielded: dict[RemotePeer, float] = {}  # when each should have connected to us
+        self._silent: dict[RemotePeer, float] = {}  # members whose host is watched, and until when at least
+        self._records: dict[int, Member] = {}  # the strangers as they introduced themselves, by incarnation
+        # Several threads may need a link at the same moment. Re-entrant: a garbage collection inside may need one, too.
+        self._making = threading.RLock()
+        self._awaited: dict[RemotePeer, float] = {}  # new members of a small group: when each should have dialled us
         self._me = myself
         self._membership = membership
         self._is_static = is_static
@@ -110,25 +128,43 @@ class PeerTable:
         )
         """The membership protocol: decides which incarnations are members."""
         self.connector: Connector = Connector(self, self.watch, resources.loop, options, secret=membership.secret)
+        self.partings: Partings = Partings(
+            myself.incarnation,
+            self.connector,
+            self.watch,
+            watcher,
+            loop=resources.loop,
+            reconnect_s=options.membership.reconnect_s,
+        )
 
     # ------------------------------------------------------------------ looking
 
     def links(self) -> Iterator[tuple[int, Link]]:
-        """The members' links that are not dead."""
-        for incarnation, peer in list(self._by_incarnation.items()):
-            if peer.link.broken is None:
+        """The members' links that have a connection, or had one until it broke; by incarnation."""
+        for incarnation, peer in list(self.connector.awake.items()):
+            if peer.known and peer.link.broken is None:
                 yield incarnation, peer.link
 
     def everyone(self) -> list[RemotePeer]:
-        """All that have a link, strangers too. From any thread."""
-        return [*self._by_incarnation.values(), *self._strangers.values()]
+        """All peers that have a link, strangers included. From any thread."""
+        return [peer for peer in (*self._by_incarnation.values(), *self._strangers.values()) if peer.linked]
+
+    def neighbours(self) -> list[int]:
+        """The ranks of the members that keep a standing link to this node. On the I/O thread."""
+        peers = (self._by_incarnation.get(incarnation) for incarnation in self.watch.neighbours())
+        return [peer.info.id for peer in peers if peer is not None]
+
+    def stranger(self, incarnation: int) -> RemotePeer | None:
+        """The connected peer of that incarnation, if it is no member as far as this node knows. From any thread."""
+        peer = self._strangers.get(incarnation)
+        return peer if peer is not None and peer.link.up else None
 
     def workers(self) -> list[WorkerInfo]:
-        """The members by rank; where members come and go, only those that are there. From any thread."""
+        """The members by rank; in a group whose members come and go, only the present ones. From any thread."""
         return [peer.info for peer in self._present()]
 
     def members(self) -> list[MemberInfo]:
-        """The same, and who is unresponsive. From any thread."""
+        """`workers`, with the time for which each has been unresponsive. From any thread."""
         silent, found = self.watch.unresponsive(), MemberList()
         for peer in self._present():
             member = MemberInfo(*peer.info)
@@ -137,42 +173,68 @@ class PeerTable:
         return found
 
     def _present(self) -> list[Peer]:
-        # One whose name or rank another has by now is remembered under what is left, and no member.
-        named, peers = self.named, set(self.named.values())  # at once: the I/O thread may change them
+        # A peer that has lost its name or its rank to another one is still found under the other key: it is no member.
+        named, peers = self.named, set(self.named.values())  # one atomic copy: the I/O thread may change the table
         peers = {peer for peer in peers if named.get(peer.info.name) is peer is named.get(peer.info.id)}
         if not self._is_static:
             peers = {peer for peer in peers if not peer.broken and not (isinstance(peer, RemotePeer) and peer.leaving)}
         return sorted(peers, key=lambda peer: peer.info.id)
 
     def is_over(self, incarnation: int) -> bool:
-        """Has that member left or died? From any thread."""
+        """Has the member of that incarnation left or died? From any thread."""
         status = self.watch.status_of(incarnation)
         return status is not None and status >= Status.DEAD
 
     def why_closed(self, incarnation: int) -> str | None:
-        """Why a proven process that is no member of this group of fixed size is not even heard; None: it is."""
+        """Why an authenticated process may not even connect: this group of fixed size ends. None: it may connect."""
         if self._is_static and self.watch.is_over and not self.watch.is_member(incarnation):
             return GROUP_IS_OVER
         return None
 
     def who_may_let_us_in(self) -> list[Member]:
-        """Where to ask after this node was expelled: first the one that said so, then all others it knew, by rank."""
+        """Members to ask after this node was expelled: first the one that reported it, then all known ones, by rank."""
         by = self.watch.expelled_by
-        known = {member.incarnation: member for member in [*self._records.values(), *self.watch.acquaintances()]}
+        known = {member.incarnation: member for member in [*self._records.values(), *self.watch.known_members()]}
         return sorted(known.values(), key=lambda member: (member.incarnation != by, member.rank))
 
     def knows_us(self, incarnation: int) -> bool:
-        """Has that member answered over its link, or is it gone? From any thread."""
+        """Has the member of that incarnation answered over its link, or is it gone? From any thread."""
         peer = self._by_incarnation.get(incarnation)
         return peer is None or peer.link.session.received > 0 or peer.broken
 
     # ------------------------------------------------------------------ peers and their links
 
-    def _make(self, info: WorkerInfo, incarnation: int, transport: Transport) -> RemotePeer:
+    def _make(self, info: WorkerInfo, incarnation: int) -> RemotePeer:
         number = info.id if incarnation in self._founders else incarnation
-        peer = RemotePeer(info, incarnation, number, self._host.write_later, self._me.info, self.watcher.fail_unsent)
-        peer.link = Link(
+        return RemotePeer(
             info,
+            incarnation,
+            number,
+            self._host.write_later,
+            self._me.info,
+            self.watcher.fail_unsent,
+            self._make_sleeping_link,
+        )
+
+    def _make_sleeping_link(self, peer: RemotePeer) -> None:
+        """From any thread: make the link to a member that never had a connection; the first message will dial."""
+        self._make_link(peer, Absent(), asleep=True)
+
+    def _make_link(self, peer: RemotePeer, transport: Transport, *, asleep: bool = False) -> None:
+        link = self._new_link(peer, transport)  # outside the lock: it takes a while
+        link.outgoing.asleep = asleep
+        with self._making:
+            if peer.linked:
+                return  # another thread was faster: drop this link
+            if peer.gone is not None:
+                link.close(peer.gone)
+            peer.link = link
+            peer.linked = True
+        self._use_shared_memory(peer, transport)
+
+    def _new_link(self, peer: RemotePeer, transport: Transport) -> Link:
+        return Link(
+            peer.info,
             transport,
             self._resources.loop,
             partial(self._on_frame, peer),
@@ -182,37 +244,53 @@ class PeerTable:
             busy_wait_s=self._options.busy_wait_s,
             acknowledge=lambda count, more: peer.control(messages.FramesReceived(count), more),
             on_interrupted=lambda reason: peer.known and self.connector.on_interrupted(peer, reason),
-            incarnation=incarnation_text(incarnation),
+            on_wanted=lambda: self._resources.loop.call_soon(lambda: self.connector.wake(peer)),
+            incarnation=incarnation_text(peer.incarnation),
         )
-        self._use_shared_memory(peer, transport)
-        return peer
 
     def _use_shared_memory(self, peer: RemotePeer, transport: Transport) -> None:
         if transport.carries_descriptors and self._resources.pool is not None and peer.segments is None:
             peer.share(self._resources.pool, SegmentMap(self._host.on_release))
 
     def _enter(self, peer: RemotePeer) -> None:
-        """Make a member addressable."""
+        """Make a member addressable, in the place of an earlier owner of its name or rank."""
         before = self.remotes.get(peer.info.id)
         named = self.named.get(peer.info.name)
         for other in (before, named):
             if isinstance(other, RemotePeer) and other.incarnation != peer.incarnation:
-                if not other.broken:
-                    self.connector.give_up(other, "another process has its name or rank")
-                if other.number == other.incarnation:  # one that came later, of which a group may see many
+                self._give_up(other, "another process has its name or rank")
+                if other.number == other.incarnation:  # no founder: a group may see any number of such members
                     self._by_incarnation.pop(other.incarnation, None)
                     self.numbered.pop(other.number, None)
         peer.known = True
         self._records.pop(peer.incarnation, None)
         self._strangers.pop(peer.incarnation, None)
         self._ends.pop(peer, None)
+        self._address(peer)
+        if not self.watch.is_near_all:
+            self.partings.look_from_now_on()
+            # Members that should dial us may have seen the group as large before we did, and us as no neighbour: they
+            # will not dial.
+            awaited, self._awaited = self._awaited, {}
+            for other in awaited:
+                self.connector.look_after(other)
+
+    def expect(self, members: Iterable[Member]) -> None:
+        """While the node starts: enter founding members that are connected only when needed."""
+        with gc_paused():
+            for member in members:
+                self._address(self._make(WorkerInfo(member.name, member.rank), member.incarnation))
+        if not self.watch.is_near_all:
+            self.partings.look_from_now_on()
+
+    def _address(self, peer: RemotePeer) -> None:
         self.numbered[peer.number] = peer
         self._by_incarnation[peer.incarnation] = peer
         self.remotes[peer.info.id] = peer
         self.named[peer.info.name] = self.named[peer.info.id] = peer
 
     def connected(self, transport: Transport, established: Established, dialled: bool) -> RemotePeer:
-        """A proven peer has connected, or was dialled, anew: a member's first connection, or a stranger's."""
+        """An authenticated peer has connected anew, or was dialled: a member's first connection, or a stranger's."""
         member = established.peer.member
         info = WorkerInfo(member.name, member.rank)
         transport = self._host.wrap(transport, info)
@@ -226,10 +304,11 @@ class PeerTable:
             self.connector.begin(peer, established, dialled)
             peer.link.connect(transport, established.leftover)
             return peer
-        new = self._make(info, incarnation, transport)
+        new = self._make(info, incarnation)
+        self._make_link(new, transport)
         is_founder = incarnation in self._founders
         if peer is not None and is_founder and peer.broken and not peer.link.session.received:
-            peer = None  # while the node starts: its connection broke before anything had come over it
+            peer = None  # while the node starts: its connection broke before the first frame arrived
         if peer is None:
             self.connector.begin(new, established, dialled)
         if peer is None and is_founder:
@@ -240,7 +319,7 @@ class PeerTable:
         return new
 
     def _is_first(self, peer: RemotePeer) -> bool:
-        """Would a connection be this member's first, as far as it knows?"""
+        """Would a new connection be this member's first, as far as the member knows?"""
         link = peer.link
         return link.broken is None and not link.session.received and (not link.up or not self.connector.dialled(peer))
 
@@ -258,15 +337,29 @@ class PeerTable:
             self.connector.give_up(before, "it has connected anew")
 
     def hold(self, peer: RemotePeer, frame: Frame) -> None:
-        """A stranger has sent what is not about membership: perhaps it is a member not heard of yet."""
+        """Keep a frame of a stranger that is not about membership: news of its joining may be on the way."""
         peer.held.append(frame)
         if len(peer.held) > MAX_HELD:
             peer.link.abort("it is no member here, and talks on")
 
+    def _give_up(self, peer: RemotePeer, reason: str) -> None:
+        """A member is gone. If it never had a link, make none for this: in a large group most have none."""
+        with self._making:
+            if not peer.linked and peer.gone is None:
+                peer.gone = reason
+                is_news = True
+            else:
+                is_news = False
+        if is_news:
+            self._on_broken(peer, reason)
+        elif peer.linked:
+            self.connector.give_up(peer, reason)
+
     def _on_broken(self, peer: RemotePeer, reason: str) -> None:
-        """A link is dead."""
+        """A link is dead, or a member without one is gone."""
         self.connector.forget(peer)
         self._ends.pop(peer, None)
+        self._awaited.pop(peer, None)
         self._silent.pop(peer, None)
         peer.held.clear()
         incarnation = peer.incarnation
@@ -278,7 +371,8 @@ class PeerTable:
             return
         self.connector.abandon(incarnation)
         if not self._is_static:
-            # The name stays for a while, for those who ask for it; nothing else is kept of the many that come and go.
+            # Keep the name for a while, so that calls to it say what happened. Keep nothing else: members come and go
+            # without end.
             self._by_incarnation.pop(incarnation, None)
             self.numbered.pop(peer.number, None)
             if self.remotes.get(peer.info.id) is peer:
@@ -294,12 +388,12 @@ class PeerTable:
     # ------------------------------------------------------------------ effects of the membership protocol
 
     def send_news(self, incarnation: int, message: News) -> None:
-        """Send a membership message, dialling if need be; it may be lost."""
+        """Send a membership message, dialling if necessary; it may be lost."""
         peer = self._by_incarnation.get(incarnation)
-        if peer is not None and peer.link.broken is None:
-            if peer.link.up:
+        if peer is not None and peer.linked and peer.link.broken is None:
+            if peer.link.up or peer.link.outgoing.asleep:
                 peer.control(message)
-            return  # else it is being dialled, or dials
+            return  # otherwise it is being dialled, or will dial us: drop the message
         stranger = self._strangers.get(incarnation)
         if stranger is not None and stranger.link.up:
             stranger.control(message)
@@ -309,126 +403,154 @@ class PeerTable:
             self.connector.dial(member, message)
 
     def on_joined(self, member: Member) -> None:
-        """There is a new member."""
+        """A member has joined: make it addressable, dial it if that is our part, and handle its held frames."""
         incarnation = member.incarnation
         peer = self._by_incarnation.get(incarnation)
         if peer is not None or incarnation == self._me.incarnation:
             return
         peer = self._strangers.get(incarnation)
         if peer is None or peer.link.broken is not None:
-            peer = self._make(WorkerInfo(member.name, member.rank), incarnation, Absent())
+            peer = self._make(WorkerInfo(member.name, member.rank), incarnation)
         if self._is_static and not member.admission:
             peer.number = member.rank
+        if not peer.linked and self.watch.is_near_all:
+            # Before any thread can address the peer: a link made at its first use sleeps, and wakes up by dialling, so
+            # both sides would dial.
+            self._make_link(peer, Absent())
+            self._awaited[peer] = monotonic() + AWAITED_S
+            self._timer.at(self._awaited[peer])
         self._enter(peer)
         self.watcher.on_entered(peer)
         self.watcher.on_change("joined", member, "")
-        me = self.watch.me
-        is_later = (me.admission, me.rank, me.incarnation) > (member.admission, member.rank, incarnation)
-        if not peer.link.up and is_later:  # of two members, the one that came later dials
-            self.connector.dial(member)
+        if self.watch.is_neighbour(incarnation) and not (peer.linked and peer.link.up):
+            me = self.watch.me
+            if (me.admission, me.rank, me.incarnation) > (member.admission, member.rank, incarnation):
+                self.connector.dial(member)  # we joined later: we dial
         held, peer.held = peer.held, []
         for frame in held:
             self._on_frame(peer, frame)
 
     def on_admitted(self) -> None:
-        """This node is a member: so are the strangers that have introduced themselves as members meanwhile."""
+        """This node is a member now: admit the strangers that have introduced themselves as members meanwhile."""
         for incarnation, member in list(self._records.items()):
             if incarnation in self._strangers and member.admission:
                 self.watch.on_message(incarnation, Introduction(member))
 
     def on_unresponsive(self, member: Member, unresponsive: bool) -> None:
-        """A member does not answer, or answers again."""
+        """A member has stopped answering, or answers again."""
         if unresponsive:
             self.on_silent(member.incarnation)
         self.watcher.on_change("unresponsive" if unresponsive else "recovered", member, "")
         peer = self._by_incarnation.get(member.incarnation)
-        if unresponsive and peer is not None and isinstance(peer.link.transport, Absent):
-            self.connector.dial(member)  # its part it was, and whether it is there has to be found out
+        if unresponsive and peer is not None and self.watch.is_neighbour(peer.incarnation):
+            self.connector.wake(peer)  # the member was to dial us; dial it, to find out whether it lives
         if not unresponsive and self._options.membership.reconnect_s and (peer is None or peer.broken):
-            # We had given it up a moment before it could be reached again. One that is dead to some and lives for
-            # others would lose references between those, too.
+            # This node gave the member up just before it could be reached again. Have the group declare it dead: a
+            # member that is dead to some and alive to others would lose references between those, too.
             self.watch.feed(LinkGivenUp(member.incarnation, f"{self._me.info.name} could not reach it for too long"))
 
     def on_silent(self, incarnation: int) -> None:
-        """A member does not answer us. Its connection may be to blame, or its host be gone: look for a while."""
+        """A member does not answer us. Its connection or its host may have failed: watch the connection for a while."""
         peer = self._by_incarnation.get(incarnation)
-        if peer is not None and peer.link.up and peer not in self._silent:
+        if peer is not None and peer.linked and peer.link.up and peer not in self._silent:
             now = monotonic()
             self._silent[peer] = now + self._patience_s
             self._timer.at(now)
 
     @property
     def _patience_s(self) -> float:
-        """How long a host may leave everything unanswered."""
+        """How long a host may leave everything unanswered before it counts as gone."""
         return self._options.membership.reconnect_s or self._options.membership.suspicion_s
 
     def host_answers(self, incarnation: int) -> bool:
-        """Does the host of an unresponsive member answer, as far as was tried? One that was given up here does not."""
+        """Does the host of an unresponsive member answer, as far as we tried? No, if we have given the member up."""
         peer = self._by_incarnation.get(incarnation)
-        if peer is None or peer.link.broken is not None:
+        if peer is None or peer.broken:
             return False
         return self.connector.host_silent_s(incarnation) < self._patience_s
 
-    def on_left(self, member: Member) -> None:
-        """A member has left; it may still have answers to send."""
+    def on_left(self, member: Member, why: str) -> None:
+        """A member has left; ``why`` is set if it was made to leave. It may still have answers to send."""
         self.watcher.on_change("left", member, "")
         peer = self._by_incarnation.get(member.incarnation)
         if peer is None or peer.broken:
             return
+        if why and not peer.leaving:  # otherwise its own Goodbye has set the farewell
+            peer.farewell = why
         peer.leaving = True
-        if not peer.link.up:
-            self.connector.give_up(peer, "it has left")
+        if not (peer.linked and peer.link.up):
+            self._give_up(peer, "it has left")
             return
         self._ends[peer] = monotonic() + LEFT_S
         self._timer.at(self._ends[peer])
 
     def on_died(self, member: Member, why: str) -> None:
-        """A member is dead, by the verdict of the members."""
+        """The group has declared a member dead."""
         self.watcher.on_change("dead", member, why)
         self.connector.abandon(member.incarnation)
         peer = self._by_incarnation.get(member.incarnation)
         if peer is not None:
-            self.connector.give_up(peer, why)
+            self._give_up(peer, why)
 
     def on_expelled(self, why: str) -> None:
-        """The others hold this node for dead."""
+        """The other members have declared this node dead."""
         self._host.on_expelled(why)
 
     # ------------------------------------------------------------------ for the connector
 
     def hello(self) -> Hello:
-        """What this node says of itself; with its admission number, once it has one."""
+        """How this node introduces itself; with its admission number, once it has one."""
         return Hello(self.watch.me, self._membership.cluster_id)
 
     def ways_to(self, incarnation: int) -> list[str]:
-        """The addresses of a member that may work from here."""
-        member = self.watch.member_of(incarnation)
-        return [] if member is None else usable_ways(member, self._options.allowed_transports)
+        """The addresses of a member that may be reachable from here."""
+        member = self.member_of(incarnation)
+        return (
+            []
+            if member is None
+            else usable_ways(member, self._options.allowed_transports, self._membership.me.host_token)
+        )
+
+    def member_of(self, incarnation: int) -> Member | None:
+        """The record of an incarnation, past or present; None if unknown."""
+        return self.watch.member_of(incarnation)
 
     def wrap(self, transport: Transport, info: WorkerInfo) -> Transport:
-        """What a link uses instead of a transport."""
+        """The transport that a link uses in the place of ``transport``: tests interpose theirs (`interference.py`)."""
         return self._host.wrap(transport, info)
 
     def is_wanted(self, incarnation: int) -> bool:
-        """Is a member that was not there to be looked for again?"""
+        """Is a member that refused our connection to be dialled again?"""
         peer = self._by_incarnation.get(incarnation)
         return peer is not None and not peer.broken
 
+    def is_needed(self, incarnation: int) -> bool:
+        """Is an unreachable member to be dialled again? Without a link, only news was to be sent, which may be lost."""
+        peer = self._by_incarnation.get(incarnation)
+        return peer is not None and not peer.broken and (peer.linked or self.watch.is_neighbour(incarnation))
+
+    def look_later(self, incarnation: int) -> None:
+        """We do not dial a member, because it dials us, or cannot dial it now: check in YIELDED_S what came of it."""
+        peer = self._by_incarnation.get(incarnation)
+        if peer is not None:
+            self._yielded[peer] = monotonic() + YIELDED_S
+            self._timer.at(self._yielded[peer])
+
     def on_dialled(self, transport: Transport, established: Established, news: Sequence[News]) -> None:
-        """A member that was dialled for the first time let us in."""
+        """A member that was dialled for the first time has accepted the connection; send it ``news``."""
         peer = self._by_incarnation.get(established.peer.member.incarnation)
         if peer is not None and peer.link.up:
-            transport.close()  # it was faster
+            transport.close()  # the member's own connection came first
         else:
             peer = self.connected(transport, established, True)
-            peer.control(messages.Ping(0))  # it is answered by those who know us
+            peer.control(messages.Ping(0))  # answered once the peer knows us as a member: see `knows_us`
         for message in news:
             peer.control(message)
 
     # ------------------------------------------------------------------ time, and the end
 
     def _look_after_links(self, now: float) -> float:
-        """Close what nobody needs any more, and look after connections that are silent."""
+        """Close links that are no longer needed, and watch silent connections; returns when to look again."""
         nearest = NEVER
         for peer, until in list(self._silent.items()):
             silent_s = peer.link.transport.silent_s() if peer.link.up else 0.0
@@ -438,8 +560,20 @@ class PeerTable:
                 del self._silent[peer]
             else:
                 nearest = min(nearest, now + self._options.membership.probe_interval_s)
+        for waiting in (self._yielded, self._awaited):
+            for peer, until in list(waiting.items()):
+                if until > now:
+                    nearest = min(nearest, until)
+                    continue
+                del waiting[peer]
+                self.connector.look_after(peer)
         for peer, end in list(self._ends.items()):
-            if end <= now:
+            if end <= now and not peer.known and not self.watch.belongs:
+                # We do not know yet that we were admitted. This stranger may be a member that knows us: keep its link,
+                # or it could not reach us.
+                self._ends[peer] = now + STRANGER_S
+                nearest = min(nearest, self._ends[peer])
+            elif end <= now:
                 self._ends.pop(peer, None)
                 self.connector.give_up(peer, "it has left" if peer.known else "it is no member here")
             else:

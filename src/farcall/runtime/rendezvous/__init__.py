@@ -1,1 +1,1 @@
-"""How members find each other."""
+"""How members find each other: through a store, or at a member's address."""

@@ -1,11 +1,11 @@
-"""Which addresses a node tells the others.
+"""The addresses that a node advertises to the others.
 
-The user's word comes first (``RpcBackendOptions.advertise``, behind it ``FARCALL_ADVERTISE``), then the
-local address from which packets to the store leave: whoever reaches the store most likely reaches that one
-too. Found out by asking the routing table (connecting a UDP socket sends nothing), so no name service or
-permission is needed beyond what the store needs itself.
+The user's choice comes first (``RpcBackendOptions.advertise``, then ``FARCALL_ADVERTISE``), then the local address
+from which packets to the store leave: a node that reaches the store most likely reaches that address, too. The routing
+table gives it (connecting a UDP socket sends nothing), so it takes no name service or permission beyond what the store
+needs itself.
 
-Knows nothing of stores and opens no listener. What was chosen, and why, is logged once.
+Knows nothing of stores and opens no listener. Logs the choice once, with the reason.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from farcall.transport.unix import unix_sockets_work
 logger: logging.Logger = logging.getLogger("farcall")
 
 _ANY_PORT = 9
-# Documentation networks: routed like any far host, and nobody is there.
+# Documentation networks: routed like any far host, but no host has these addresses.
 _FAR_HOSTS = ("192.0.2.1", "2001:db8::1")
 _LOOPBACK = "127.0.0.1"
 
 
 class AdvertisedHost(NamedTuple):
-    """A host without brackets or port, and why it was chosen."""
+    """A host without brackets or port, and the reason for its choice."""
 
     host: str
     reason: str
 
 
 def choose_host(advertise: str | None, store_host: str | None) -> AdvertisedHost:
-    """Choose what to tell the others; ``store_host`` is None where the members meet at a file."""
+    """Choose the host to advertise; ``store_host`` is None if the members meet at a file."""
     if advertise is not None:
         chosen = AdvertisedHost(advertise, "as told by the advertise option or FARCALL_ADVERTISE")
     elif store_host is None:
@@ -54,18 +54,18 @@ def choose_host(advertise: str | None, store_host: str | None) -> AdvertisedHost
 
 
 def listening_addresses(transports: Sequence[str], host: str, port: int = 0) -> list[str]:
-    """Where a node advertising ``host`` listens, the preferred way first; of ports, 0 is the system's choice."""
+    """The addresses at which a node that advertises ``host`` listens, the preferred first; port 0: any free port."""
     addresses = []
     if "unix" in transports and unix_sockets_work():
         addresses.append("unix:")
     if "tcp" in transports:
-        # Nobody elsewhere can come in over loopback, so nobody elsewhere needs to see the port.
+        # A loopback address is of no use to other hosts, so do not open the port to them.
         addresses.append(format_tcp(host if is_loopback(host) else "*", port))
     return addresses
 
 
 def advertised_address(address: str, host: str) -> str:
-    """What to tell others for a listener's ``address``: "every interface" becomes ``host``."""
+    """The address to advertise for a listener's ``address``: ``host`` replaces "every interface"."""
     if not address.startswith("tcp://"):
         return address
     bound_host, port = parse_tcp(address)
@@ -73,7 +73,7 @@ def advertised_address(address: str, host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` by itself means "this machine"; names other than localhost are not looked up."""
+    """Whether ``host`` by itself means "this machine"; looks up no name."""
     if host.lower().rstrip(".") in ("localhost", "localhost.localdomain", "ip6-localhost"):
         return True
     try:
@@ -93,7 +93,7 @@ def _host_towards(store_host: str) -> AdvertisedHost:
         return AdvertisedHost(found or _LOOPBACK, f"the store is at {store_host}, so everybody is on this machine")
     if found is not None and not is_loopback(found):
         return AdvertisedHost(found, f"the local address that reaches the store's host {store_host}")
-    # Many systems map their own host name to 127.0.1.1. Others see another address behind that name.
+    # Many systems map their own host name to 127.0.1.1, while other hosts resolve that name to another address.
     outward = _outward()
     if outward is not None:
         return AdvertisedHost(outward, f"the store's host {store_host} is loopback seen from here; this is the way out")
@@ -101,7 +101,7 @@ def _host_towards(store_host: str) -> AdvertisedHost:
 
 
 def _own_host() -> AdvertisedHost:
-    """For members that meet at a file: nothing tells from where the others come."""
+    """For members that meet at a file, which does not show from where the others come."""
     name = socket.gethostname()
     for family, where in _resolve(name):
         if not is_loopback(where[0]) and _binds(family, where):

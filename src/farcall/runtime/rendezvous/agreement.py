@@ -1,6 +1,6 @@
-"""What members tell each other through the store, what of it must agree, and what they come to: a `Membership`.
+"""The records that members exchange through the store, the checks that they agree, and the result: a `Membership`.
 
-Plain values and their text form (JSON, so that a store can be looked at). Knows nothing of waiting.
+Plain values and their text form (JSON, so that people can read a store). Knows nothing of waiting.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from farcall.secret import Secret
 
 @dataclass
 class Membership:
-    """The agreed table, and what every member shares. Nothing here needs the store any more."""
+    """The agreed table, and what all members share. Using it does not need the store any more."""
 
     me: Member
     members: list[Member]
-    """Everybody, oneself included, by rank."""
+    """All members, this one included, by rank."""
     cluster_id: str
     secret: Secret = field(repr=False)
     generation: int
     size: int = 0
-    """How many members there are for good; 0: members come and go."""
+    """The fixed number of members; 0: members come and go."""
     store: KeyStore | None = field(default=None, repr=False)
-    """Where members come and go, where it is a file, or where somebody was slow to read there what all agreed on."""
+    """Kept open if members come and go, if it is a file, or if a member was slow to read the outcome."""
+    rank_0_serves: bool = False
+    """Did rank 0 open the store? Then it closes the store before it listens."""
 
     @property
     def rank(self) -> int:
@@ -38,33 +40,33 @@ class Membership:
         return self.me.rank
 
     def close(self) -> None:
-        """Let the store go, and with it rank 0's server, unless a process group shares it.
+        """Drop the store, and with it rank 0's server, unless a process group shares it.
 
-        In a graceful shutdown this belongs before the members' last agreement: whoever comes out of it may
-        open a store at the same port at once, and must not find the old server there for a moment more.
+        A graceful shutdown calls this before the members' last agreement: after that any member may open a store at
+        the same port at once, and must not find the old server there.
         """
         self.store = None
 
 
-class Slot(msgspec.Struct, frozen=True):
-    """A member as it lies in the store, with what must agree. ``cluster_id`` is rank 0's."""
+class Slot(msgspec.Struct, frozen=True, gc=False):
+    """A member's record in the store, with the values that must agree. ``cluster_id``: only in rank 0's."""
 
     member: Member
     world_size: int
     has_secret: bool
-    """Told for those who find that they have another one (`records.py`)."""
+    """For the error of a member with another secret (`records.py`)."""
     cluster_id: str = ""
     devices: DeviceWishes | None = None
 
 
 class Formed(msgspec.Struct, frozen=True, tag="formed"):
-    """Everybody agreed on this table. Without slots: and it is cleared up since."""
+    """All members agreed on this table. Without slots: the generation has been cleared up since."""
 
     slots: tuple[Slot, ...]
 
 
 class Abandoned(msgspec.Struct, frozen=True, tag="abandoned"):
-    """``member`` gave up."""
+    """``member`` gave up, since the ranks in ``missing`` had not come."""
 
     member: Member
     has_secret: bool
@@ -83,7 +85,7 @@ def as_text(value: object) -> str:
 
 
 def check_agreement(slots: Sequence[Slot]) -> None:
-    """Raise, alike at every member, where records contradict each other."""
+    """Raise, with the same error at every member, if records contradict each other."""
     by_name: dict[str, int] = {}
     for slot in slots:
         member = slot.member

@@ -4,13 +4,13 @@ One key holds all of it, so it changes as a whole (compare and set):
 
     members    {cluster_id, contacts: [{name, addresses, host_token, incarnation}, ...]}, proved (`records.py`)
 
-The store only yields addresses. Who belongs to the group the members settle among themselves, and once there
-is a group the store may die: then ``farcall://host:port`` names a member instead.
+The store only yields addresses. The members themselves decide who belongs to the group, and once a group exists the
+store may die: then ``farcall://host:port`` names a member instead.
 
-A newcomer is on the list before it asks. It may found the group only if all before it on the list are gone, and
-nobody on it is a member: the list is an order that all agree on, so of several newcomers one founds. The member of the
-lowest rank keeps the list up (`Upkeep`), so that newcomers find somebody who is there. Knows nothing of links or the
-membership machine; every method of `Contacts` talks to the store, and may block as long as that does.
+A newcomer enters the list before it asks. It may found the group only if all entries before its own are gone and no
+entry is a member: all newcomers see the list in one order, so only one of them founds. The member of the lowest rank
+keeps the list up to date (`Upkeep`), so that newcomers find a living member. Knows nothing of links or the membership
+machine; every method of `Contacts` talks to the store, and may block as long as that does.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from farcall.errors import InitError
 from farcall.protocol.member import Member
 from farcall.runtime.peers.table import PeerTable
 from farcall.runtime.rendezvous.agreement import as_text
+from farcall.runtime.rendezvous.meeting_place import MeetingPlace
 from farcall.runtime.rendezvous.records import Records
-from farcall.runtime.rendezvous.store import MeetingPlace, StoreLost, is_served
+from farcall.runtime.rendezvous.store import StoreLost, is_served
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 MAX_CONTACTS = 16
 COLLECT_S = 0.2
-"""Changes come in bunches."""
+"""How long `Upkeep` collects changes before it writes: they come in bursts."""
 MIXED = "RPC group mixes statically and dynamically initialized members which is not supported."
 
 
 class Group(msgspec.Struct, frozen=True):
-    """The group as the store tells it to a newcomer."""
+    """The group as a newcomer reads it in the store."""
 
     cluster_id: str
     contacts: tuple[Member, ...]
@@ -52,7 +53,7 @@ def members_key(attempt: str) -> str:
 
 
 class Contacts:
-    """The list, as one member sees and changes it."""
+    """One member's access to the list."""
 
     def __init__(self, records: Records, attempt: str) -> None:
         self._records = records
@@ -60,13 +61,13 @@ class Contacts:
         self._static_keys = (f"farcall/{attempt}/generation", f"farcall/{attempt}/0/slot/0")
 
     def enter(self, me: Member) -> Group:
-        """Put ``me`` on the list, at its end, unless it is full or ``me`` is on it; the list."""
+        """Append ``me`` to the list, unless the list is full or contains ``me``; return the list."""
         if any(self._records.store.check([key]) for key in self._static_keys):
             raise InitError(f"{MIXED} This process gave no world_size, and others here did.")
         return self.refresh([me])
 
     def check_nobody(self, name: str, world_size: int) -> None:
-        """Raise where somebody is on the list: ``name`` waits, in a group of fixed size, for one that will not come."""
+        """Raise if the list has entries: those processes gave no world_size, so ``name`` waits for them in vain."""
         found = self._records.read(self._key)
         names = ", ".join(contact.name for contact in _read_group(found).contacts) if found else ""
         if names:
@@ -75,13 +76,13 @@ class Contacts:
             )
 
     def leave(self, me: Member) -> None:
-        """Take ``me`` off the list."""
+        """Remove ``me`` from the list."""
         self.refresh([], lambda incarnation: incarnation == me.incarnation)
 
     def refresh(self, members: Sequence[Member], is_over: Callable[[int], bool] = lambda incarnation: False) -> Group:
-        """Take those whose incarnation ``is_over`` off the list, and fill it up with ``members``; the list."""
+        """Remove contacts whose incarnation ``is_over``, fill the list up with ``members``, and return it."""
         before = (self._records.read(self._key) or b"").decode()
-        while True:  # whatever others do to it meanwhile
+        while True:  # until no other process changed the list between our read and our write
             group = _read_group(before) if before else Group(secrets.token_hex(8), ())
             contacts = [contact for contact in group.contacts if not is_over(contact.incarnation)]
             known = {contact.incarnation for contact in contacts}
@@ -97,23 +98,24 @@ class Contacts:
 
 
 class Upkeep:
-    """The list kept up by one member, whenever somebody joined or ended: the ended are taken off, others fill it up.
+    """Updates the list after members joined or ended: removes the ended, and fills the list up with others.
 
-    On a thread of its own, since a store may block. The first error ends it: the store is dead, and the group goes on
-    without one.
+    Runs on a thread of its own, since a store may block. The first error ends it: the store is dead, and the group goes
+    on without one.
     """
 
     def __init__(self, contacts: Contacts, peers: PeerTable, place: MeetingPlace) -> None:
         self._contacts = contacts
         self._place = place
         self._peers = peers
+        # Mutable, under the lock: the thread, while it runs, and whether it has to look again.
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._again = False
         self._stopped = threading.Event()
 
     def poke(self) -> None:
-        """Something has changed. Never waits."""
+        """A member joined or ended: update the list soon. Never waits."""
         if not self._peers.watch.is_lowest:
             return
         with self._lock:
@@ -123,8 +125,8 @@ class Upkeep:
                 self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Begin no further update, and wait up to ``timeout_s`` for one that is under way."""
-        with self._lock:  # so that it is not about to be started
+        """Begin no further update, and wait up to ``timeout_s`` for the update under way."""
+        with self._lock:  # so that no concurrent `poke` starts a thread that is not joined here
             self._stopped.set()
             thread = self._thread
         if thread is not None:

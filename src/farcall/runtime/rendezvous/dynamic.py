@@ -1,16 +1,18 @@
-"""The way of a node into a group that is there: it asks a member to let it in. Without a fixed size, it may found one.
+"""Joining an existing group: a node asks a member to let it in. In a group without a fixed size, it may found one.
 
-Owns the search for a member that answers (`Search`) and this node's name on the list of contacts (`DynamicRendezvous`).
-A group of fixed size lets one in for a member that died, and only as long as nobody has left it.
-What the list in the store means is told in `contacts.py`; who is let in is settled by the members
-(`protocol/membership`). Runs on the threads that start and end the node, but for what says otherwise.
+Owns the search for a member that answers (`Search`) and this node's entry in the list of contacts
+(`DynamicRendezvous`). A group of fixed size admits a node only in place of a dead member, and only while nobody has
+left it. `contacts.py` explains the list in the store; the members decide about admission (`protocol/membership`). Runs
+on the threads that start and end the node, unless a docstring says otherwise.
 
-    what is found at a contact's addresses             then
-    a member                                           asked to let us in; if it goes away meanwhile, another one
+    at a contact's addresses answers                   then
+    a member                                           ask it to let us in; if it goes away meanwhile, ask another
     a newcomer like us                                 the first on the list founds, the others wait for it
-    nobody, or another process                         gone
-    no answer                                          looked for again
-    a member of a group of fixed size that is over     gone: those who are left will meet anew
+    nobody, or another process                         the contact is gone
+    nothing in time                                    try it again
+    a member of a group of fixed size that is over     the contact is gone: the rest of its group will meet anew
+
+Over 400 lines: one search, from the first contact to the admission.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import NamedTuple, Protocol
 from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers, RpcError
 from farcall.options import RpcBackendOptions
 from farcall.protocol.backoff import Backoff
-from farcall.protocol.connector import Dial, Goal, Step
+from farcall.protocol.connector import Dial, Ended, Goal, Step
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello, Listen
 from farcall.protocol.member import Member
@@ -33,47 +35,48 @@ from farcall.protocol.membership.joining import GROUP_IS_OVER
 from farcall.runtime.io.bounded_call import Unanswered, in_bounded_time
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.sigint import Gate
-from farcall.runtime.link.dialler import Dialler, Target, tls_for
+from farcall.runtime.link.dialler import Dialler, Found, Target, tls_for
 from farcall.runtime.link.listener import PeerListener
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.runtime.peers.table import PeerTable
 from farcall.runtime.rendezvous.agreement import Membership
 from farcall.runtime.rendezvous.contacts import Contacts, Group, Upkeep
+from farcall.runtime.rendezvous.meeting_place import MeetingPlace
 from farcall.runtime.rendezvous.records import Proofs, Records, secret_of
-from farcall.runtime.rendezvous.store import STORE_ERRORS, KeyStore, MeetingPlace, StoreLost, is_served, open_store
+from farcall.runtime.rendezvous.store import STORE_ERRORS, KeyStore, StoreLost, is_served, open_store
 from farcall.secret import Secret
 from farcall.transport.interface import Transport
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 FIRST_CONNECTIONS_S = 5.0
-"""How long a newcomer waits for its connections to all others: calls wait for them in any case."""
+"""How long a newcomer waits for its connections to the others. A bound suffices: calls wait for them in any case."""
 STORE_S = 2.0
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.25
-_RANDOM = SystemRandom()  # the generators that programs seed are theirs
+_RANDOM = SystemRandom()  # never draw from the global generator, which programs seed for themselves
 
 
 class Meeting(NamedTuple):
-    """Where a newcomer is to ask, and with what."""
+    """Where a newcomer looks for members, and its credentials."""
 
     place: MeetingPlace
     contacts: Contacts | None
-    """The list in the store; None where there is no store."""
+    """The list in the store; None without a store."""
     store: KeyStore | None
     cluster_id: str
-    """Empty where only an address is known: the first member that proves itself tells it."""
+    """Empty if only an address is known: the first member that proves itself supplies it."""
     secret: Secret
     members: tuple[Member, ...] = ()
-    """Members that were known before: they are asked, and nobody founds."""
+    """Members known from before: the newcomer asks only these, and founds no group."""
     size: int = 0
-    """Of a group of fixed size."""
+    """The size of a group of fixed size; else 0."""
     cancelled: threading.Event | None = None
-    """Set when nobody wants in any more."""
+    """Set when the node does not want to join any more."""
 
 
 class GroupIsOver(InitError):
-    """Nobody of the group ``cluster_id`` is there any more who may let this node in."""
+    """No member is left of the group ``cluster_id`` that may let this node in."""
 
     def __init__(self, text: str, cluster_id: str) -> None:
         super().__init__(text)
@@ -81,7 +84,7 @@ class GroupIsOver(InitError):
 
 
 def meet(place: MeetingPlace, me: Member, options: RpcBackendOptions, deadline: float) -> Meeting:
-    """Find out where to ask; with a store, ``me`` is on its list afterwards."""
+    """Find out where to ask; if there is a store, put ``me`` on its list."""
     secret = secret_of(options)
     proofs = Proofs(secret, options.has_secret, place.name)
     if place.contacts:
@@ -98,30 +101,36 @@ def meet(place: MeetingPlace, me: Member, options: RpcBackendOptions, deadline: 
                     raise
                 if monotonic() + _LONGEST_PAUSE_S >= deadline:
                     raise InitError(f"cannot use the store at {place.name}: {error}") from error
-                cancelled.wait(_LONGEST_PAUSE_S)  # its host went away; perhaps it starts anew
+                cancelled.wait(_LONGEST_PAUSE_S)  # the server of the store ended; it may be restarting
 
     store, contacts, group = in_bounded_time(enter, deadline - monotonic(), place.name)
     return Meeting(place, contacts, store, group.cluster_id, secret)
 
 
 SPONSOR_S = 5.0
-"""How long one member is asked: if it is busy, another one can let this node in."""
+"""How long to wait for one sponsor: if it is busy, another member can let this node in."""
 
 
 class Candidate(Protocol):
-    """The node that wants in."""
+    """The node that wants to join, as a `Search` drives it."""
 
-    def ask(self, transport: Transport, established: Established, deadline: float) -> bool:
-        """Ask the member at the other end; False: it went away. Raises where we are refused."""
+    def ask_if_connected(self, incarnation: int, deadline: float) -> bool | None:
+        """If the member ``incarnation`` has dialled us, ask it, as `ask` does; else None."""
+
+    def dial(self, dialler: Dialler) -> tuple[Ended, Found]:
+        """Run ``dialler``; the member may dial us at the same time."""
+
+    def ask(self, dialler: Dialler, transport: Transport, established: Established, deadline: float) -> bool:
+        """Ask the member that ``dialler`` has found; False: it went away. Raises if it refuses us."""
 
     def found(self) -> None:
-        """There is nobody: be the first member."""
+        """No member exists: become the first one."""
 
 
 class Search:
     """The search of one newcomer for a member that lets it in.
 
-    Mutable: the list as read last, the incarnations found to be gone, and why others did not answer, by name.
+    Mutable: the list as last read, the incarnations found to be gone, and by name why others did not answer.
     """
 
     def __init__(self, meeting: Meeting, me: Member, options: RpcBackendOptions, candidate: Candidate) -> None:
@@ -147,7 +156,7 @@ class Search:
             self._strike_off(self._meeting.contacts, deadline)
 
     def _try(self, deadline: float) -> bool:
-        """Look at everybody once."""
+        """Try every contact once; True: this node is a member."""
         contacts = self._meeting.contacts
         if self._meeting.members:
             return self._try_known(self._meeting.members, deadline)
@@ -163,11 +172,11 @@ class Search:
                 before_me, may_found = False, is_current
             else:
                 others.append((before_me, contact))
-        _RANDOM.shuffle(others)  # so that many newcomers do not ask the same one
+        _RANDOM.shuffle(others)  # so that many newcomers do not all ask the same member
         for is_before, contact in others:
             if contact.incarnation in self._gone:
                 continue
-            outcome = self._look(Target.of(contact, self._allowed), deadline)
+            outcome = self._look(Target.of(contact, self._allowed, self._me.host_token), deadline)
             if outcome is True:
                 return True
             if outcome is None:
@@ -175,7 +184,7 @@ class Search:
             elif is_before or contact.name in self._why:
                 may_found = False
         if is_current and not may_found and self._gone.issuperset(contact.incarnation for _, contact in others):
-            # The list was full of the dead.
+            # The list was full of dead contacts, so that we got no place on it: make room, then try again.
             self._strike_off(contacts, deadline)
             return False
         if may_found:
@@ -183,7 +192,7 @@ class Search:
         return may_found
 
     def _try_known(self, members: Sequence[Member], deadline: float) -> bool:
-        """Look at everybody who was a member once, in their order: those who were cut off meet at the same one."""
+        """Try all former members in the given order, so that nodes which were cut off together meet at one member."""
         left = [member for member in members if member.incarnation not in self._gone]
         if not left:
             whys = "".join(f"; {name}: {why}" for name, why in self._why.items())
@@ -194,7 +203,7 @@ class Search:
         for member in left:
             if monotonic() >= deadline or (cancelled is not None and cancelled.is_set()):
                 break
-            outcome = self._look(Target.of(member, self._allowed), deadline)
+            outcome = self._look(Target.of(member, self._allowed, self._me.host_token), deadline)
             if outcome is True:
                 return True
             if outcome is None:
@@ -202,7 +211,7 @@ class Search:
         return False
 
     def _read_list(self, contacts: Contacts, deadline: float) -> tuple[Group, bool]:
-        """The list, and whether it is what the store says now: where that is gone, those read last may let us in."""
+        """The list, and whether it is current. If the store is gone, contacts of the last list may still let us in."""
         place = self._meeting.place
         try:
             self._group = in_bounded_time(lambda _: contacts.enter(self._me), deadline - monotonic(), place.name)
@@ -216,7 +225,7 @@ class Search:
         return self._group, True
 
     def _strike_off(self, contacts: Contacts, deadline: float) -> None:
-        """Take those who are gone off the list, if that can be done."""
+        """Remove the contacts that are gone from the list, if the store allows; a failure does no harm."""
         left_s = deadline - monotonic()
         try:
             in_bounded_time(
@@ -226,13 +235,17 @@ class Search:
             logger.info("%s: the list of contacts stays as it was: %s", self._me.name, error)
 
     def _look(self, target: Target, deadline: float) -> bool | None:
-        """Ask the one at these addresses, if it is a member. True: we are in. None: nobody is there. False: not yet."""
+        """Ask ``target`` to let us in, if it is a member. True: we are in. None: it is gone. False: not yet."""
         meeting, name = self._meeting, target.name or ""
         self._why.pop(name, None)
+        asked = self._candidate.ask_if_connected(target.incarnation, deadline)
+        if asked is not None:
+            return asked
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         dial = Dial(Goal.JOIN, until=deadline, now=monotonic(), backoff=backoff)
         me = Hello(self._me, meeting.cluster_id)
-        ended, found = Dialler(dial, target, me, meeting.secret, tls=self._tls).run()
+        dialler = Dialler(dial, target, me, meeting.secret, tls=self._tls)
+        ended, found = self._candidate.dial(dialler)
         if ended.step is Step.VANISHED:
             if found.error is not None:
                 self._why[name or target.ways[0]] = ended.why
@@ -256,7 +269,7 @@ class Search:
                 f"{self._me.name} was given {_size_text(meeting.size)}, and {found.established.peer.member.name} "
                 f"{_size_text(purpose.size)}: give every process the same world_size, or none"
             )
-        return self._candidate.ask(found.transport, found.established, deadline)
+        return self._candidate.ask(dialler, found.transport, found.established, deadline)
 
     def _missing(self) -> MissingPeers:
         place = self._meeting.place
@@ -273,9 +286,15 @@ def _size_text(size: int) -> str:
 
 
 class _Looker:
-    """A candidate that only wants to know whether there is a member."""
+    """A candidate that only wants to know whether a member exists."""
 
-    def ask(self, transport: Transport, established: Established, deadline: float) -> bool:
+    def ask_if_connected(self, incarnation: int, deadline: float) -> bool | None:
+        return None
+
+    def dial(self, dialler: Dialler) -> tuple[Ended, Found]:
+        return dialler.run()
+
+    def ask(self, dialler: Dialler, transport: Transport, established: Established, deadline: float) -> bool:
         transport.close()
         return True
 
@@ -284,9 +303,9 @@ class _Looker:
 
 
 def is_there(meeting: Meeting, me: Member, options: RpcBackendOptions, deadline: float) -> bool:
-    """Is there still one of the group that ``meeting`` names, which would let ``me`` in?
+    """Is a member left, of the group that ``meeting`` names, that would let ``me`` in?
 
-    Who is not found in time is not there: no look-up of a name, which nothing bounds, holds up a group that meets anew.
+    No answer in time counts as no: a name lookup, which has no timeout, must not hold up a group that meets anew.
     """
 
     def look(cancelled: threading.Event) -> None:
@@ -300,52 +319,53 @@ def is_there(meeting: Meeting, me: Member, options: RpcBackendOptions, deadline:
 
 
 class DynamicRendezvous:
-    """A node's way in, and its name on the list while it is a member."""
+    """A node's joining, and its entry in the list of contacts while it is a member."""
 
     def __init__(self, meeting: Meeting, me: Member, options: RpcBackendOptions, deadline: float) -> None:
-        """``me`` is on the list, if there is one."""
+        """``me`` is on the list already, if there is one."""
         self._meeting = meeting
         self._options = options
         self._deadline = deadline
-        self.contacts = self._meeting.contacts  # until this node leaves
-        self._upkeep: Upkeep | None = None  # from the moment that this node is a member
+        self.contacts = self._meeting.contacts  # None once this node leaves
+        self._upkeep: Upkeep | None = None  # set while this node is a member
         self.membership: Membership = Membership(
             me, [me], meeting.cluster_id, meeting.secret, 0, meeting.size, store=meeting.store
         )
 
     def enter(self, listener: PeerListener, loop: Loop, peers: PeerTable) -> None:
-        """Return when this node is a member, let in or as the first; raises ``InitError``."""
+        """Return when this node is a member, admitted or as the first one; raises ``InitError``."""
         membership, watch = self.membership, peers.watch
         listener.open(
             Hello(membership.me, membership.cluster_id, Listen()),
             membership.secret,
-            # Else to be heard about membership; all else the members decide.
+            # Let everybody else connect: membership messages must get through, and the members decide the rest.
             why_not=lambda hello: peers.why_closed(hello.member.incarnation),
             on_member=lambda transport, established: peers.connected(transport, established, False),
             returning=peers.connector,
             tls=tls_for(self._options, membership.secret),
         )
-        newcomer = _Newcomer(membership, listener, loop, peers, self._meeting.cancelled or threading.Event())
+        newcomer = _Newcomer(self._meeting, membership, listener, loop, peers)
         Search(self._meeting, membership.me, self._options, newcomer).run(self._deadline)
         if self.contacts is not None:
             self._upkeep = Upkeep(self.contacts, peers, self._meeting.place)
             if self._meeting.members:
-                self._upkeep.poke()  # others have put themselves on the list
+                self._upkeep.poke()  # others may have entered the list while this node was no member
         me = watch.me
         listener.become(Hello(me, membership.cluster_id, Listen(admits=True, size=membership.size)))
-        others = [member.incarnation for member in watch.members() if member.incarnation != me.incarnation]
-        # So that all know this node before any of them hears its name from a third one.
+        # Wait until all neighbours know this node: otherwise a third member could name it to them before it connects.
         bound_s = min(FIRST_CONNECTIONS_S, max(0.0, self._deadline - monotonic()))
-        wait_until(lambda: all(peers.knows_us(incarnation) for incarnation in others), bound_s)
+        neighbours: list[frozenset[int]] = []
+        loop.call_soon(lambda: neighbours.append(watch.neighbours()))
+        wait_until(lambda: bool(neighbours) and all(map(peers.knows_us, neighbours[0])), bound_s)
         peers.connector.starting = False
 
     def on_change(self) -> None:
-        """On the I/O thread: somebody joined or ended, so the list may be wrong."""
+        """A member joined or ended, so the list may be out of date. On the I/O thread."""
         if self._upkeep is not None:
             self._upkeep.poke()
 
     def withdraw(self) -> None:
-        """Take this node off the list, if the store still answers."""
+        """Remove this node from the list, if the store still answers."""
         contacts, me, place = self.contacts, self.membership.me, self._meeting.place
         self.close()
         if contacts is not None:
@@ -360,7 +380,7 @@ class DynamicRendezvous:
                 logger.info("%s: the store does not answer any more: %s", me.name, error)
 
     def close(self) -> None:
-        """Let go of the list, and of the store."""
+        """Drop the list and the store."""
         self.contacts = None
         self._meeting = self._meeting._replace(contacts=None, store=None)
         if self._upkeep is not None:
@@ -369,41 +389,61 @@ class DynamicRendezvous:
 
 
 class _Newcomer:
-    """The node that wants in, as the search sees it."""
+    """The candidate that really joins: it works on this node's peer table and listener."""
 
     def __init__(
-        self,
-        membership: Membership,
-        listener: PeerListener,
-        loop: Loop,
-        peers: PeerTable,
-        cancelled: threading.Event,
+        self, meeting: Meeting, membership: Membership, listener: PeerListener, loop: Loop, peers: PeerTable
     ) -> None:
-        self._cancelled = cancelled
+        self._former = meeting.members
+        self._cancelled = meeting.cancelled or threading.Event()
         self._membership = membership
         self._listener = listener
         self._loop = loop
         self._peers = peers
 
-    def ask(self, transport: Transport, established: Established, deadline: float) -> bool:
-        peers, watch, membership = self._peers, self._peers.watch, self._membership
-        if not membership.cluster_id:  # before anybody else, told of us by this member, dials us
+    def ask_if_connected(self, incarnation: int, deadline: float) -> bool | None:
+        stranger = self._peers.stranger(incarnation)
+        return None if stranger is None else self._ask(stranger, deadline)
+
+    def dial(self, dialler: Dialler) -> tuple[Ended, Found]:
+        connector = self._peers.connector
+        connector.joining = dialler
+        ended, found = dialler.run()
+        if found.transport is None:
+            connector.joining = None
+        return ended, found
+
+    def ask(self, dialler: Dialler, transport: Transport, established: Established, deadline: float) -> bool:
+        peers, membership = self._peers, self._membership
+        if not membership.cluster_id:  # set it before this member can tell others of us, who then dial us
             membership.cluster_id = established.peer.cluster_id
             self._listener.become(Hello(membership.me, membership.cluster_id, Listen()))
-        stranger: list[RemotePeer] = []
-        self._loop.call_soon(lambda: stranger.append(peers.connected(transport, established, True)))
-        if not wait_until(lambda: bool(stranger), deadline - monotonic()):
-            raise InitError(f"{watch.me.name}: the I/O thread does not answer")
-        link = stranger[0].link
+        strangers: list[RemotePeer | None] = []
+
+        def connect() -> None:
+            peers.connector.joining = None
+            if dialler.is_wanted():
+                strangers.append(peers.connected(transport, established, True))
+            else:
+                transport.close()  # the member has dialled us meanwhile: `ask_if_connected` uses that connection
+                strangers.append(None)
+
+        self._loop.call_soon(connect)
+        if not wait_until(lambda: bool(strangers), deadline - monotonic()):
+            raise InitError(f"{peers.watch.me.name}: the I/O thread does not answer")
+        stranger = strangers[0]
+        return stranger is not None and self._ask(stranger, deadline)
+
+    def _ask(self, stranger: RemotePeer, deadline: float) -> bool:
+        watch, link, is_lost = self._peers.watch, stranger.link, self._cancelled.is_set
         patience_s = min(SPONSOR_S, deadline - monotonic())
-        is_lost = self._cancelled.is_set
-        if watch.join_through(stranger[0].incarnation, patience_s, lambda: is_lost() or not link.up):
+        if watch.join_through(stranger.incarnation, self._former, patience_s, lambda: is_lost() or not link.up):
             return True
         why = watch.why_refused
         if why is None:
             return False
         if why == GROUP_IS_OVER:
-            raise GroupIsOver(f"{watch.me.name} was not let in: {why}", membership.cluster_id)
+            raise GroupIsOver(f"{watch.me.name} was not let in: {why}", self._membership.cluster_id)
         kind = DuplicateName if why.startswith("the name") else BadRank if why.startswith("rank") else InitError
         raise kind(f"{watch.me.name} was not let in: {why}")
 
@@ -412,7 +452,7 @@ class _Newcomer:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait for ``condition``, looking often; False after ``timeout_s``."""
+    """Poll until ``condition`` holds; False after ``timeout_s``."""
     deadline = monotonic() + timeout_s
     pauses = Backoff(0.001, 0.02, factor=1.5)
     gate = Gate()

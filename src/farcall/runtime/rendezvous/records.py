@@ -1,18 +1,18 @@
-"""Records in a store, each proved with a key made from the secret: a store has no doors of its own.
+"""Records in a store, each authenticated with a key made from the secret: a store has no access control of its own.
 
-Owns the secret of a member that was given none (`secret_of`), the proofs (`Proofs`), and a store seen through them
+Owns the secret of a member that was given none (`secret_of`), the proofs (`Proofs`), and a store that checks them
 (`Records`). A record is
 
     64 hexadecimal digits     HMAC-SHA256, under a key made from the secret, of the record's key and text
     text                      JSON
 
-so whoever reaches the store without the secret can remove records, or bring old ones back, but can neither alter one
-nor give it another key. What an old record is worth, its readers decide: everybody confirms a table that names its own
-incarnation (`static.py`), and a contact has to prove itself when it is dialled.
+so an attacker who reaches the store without the secret can remove records, or bring old ones back, but can neither
+alter one nor move it to another key. Readers guard themselves against old records: every member confirms only a table
+that names its own incarnation (`static.py`), and a contact has to prove itself when it is dialled.
 
-A member that was given no secret uses its user's key: random bytes in a file that nobody else may read. So members of
-one user on one machine meet without a word about secrets, wherever their store is; and all others, who cannot prove
-that key, are told to give one.
+A member that was given no secret uses its user's key: random bytes in a file that only the user may read. So members of
+one user on one machine meet without a configured secret, wherever their store is; all others cannot prove that key, and
+get an error that asks for a secret.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PROOF_CHARACTERS = 64
 
 
 def secret_of(options: RpcBackendOptions) -> Secret:
-    """The secret that was given, or one made from this user's key; raises ``InitError`` where there is neither."""
+    """The given secret, or one derived from this user's key; raises ``InitError`` if there is neither."""
     given = options.given_secret()
     if given is not None:
         return given
@@ -55,10 +55,13 @@ def secret_of(options: RpcBackendOptions) -> Secret:
 
 
 class _Claim(msgspec.Struct, frozen=True):
-    """What the writer of a record says of itself: where it proves nothing, for the error that names it."""
+    """The claim of a record's writer about itself; used only to name the writer in an error if the proof fails."""
 
     member: Member
     has_secret: bool
+
+
+_CLAIM: msgspec.json.Decoder[_Claim] = msgspec.json.Decoder(_Claim)
 
 
 class Proofs:
@@ -68,14 +71,14 @@ class Proofs:
         self._secret = secret
         self._is_given = is_given
         self._place = place
-        self._keys: dict[bytes, bytes] = {}  # made from each secret, of which there are two at most at a time
+        self._keys: dict[bytes, bytes] = {}  # secret -> the key derived from it; at most two secrets at a time
 
     def seal(self, key: str, text: str) -> str:
-        """``text`` as it goes into the store under ``key``."""
+        """``text`` with its proof, to store under ``key``."""
         return self.seals(key, text)[0]
 
     def seals(self, key: str, text: str) -> list[str]:
-        """``text`` as it may be in the store: while the secret is being changed, others prove another one."""
+        """``text`` with each proof that it may have in the store: during a change of the secret two are valid."""
         return [self._of(key, text, secret) + text for secret in self._secret.values]
 
     def open(self, key: str, data: bytes) -> bytes:
@@ -97,7 +100,7 @@ class Proofs:
     def _unproved(self, key: str, text: bytes) -> WrongSecret:
         who, theirs = f"the writer of the record {key!r}", "another secret"
         try:
-            claim = msgspec.json.decode(text, type=_Claim)
+            claim = _CLAIM.decode(text)
             who = f"rank {claim.member.rank}, which calls itself {claim.member.name!r},"
             theirs = "another secret" if claim.has_secret else "no secret, on another machine or by another user"
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -110,14 +113,14 @@ _NOTHING = "-"
 
 
 class Records:
-    """A store of which only proved records are believed. Counters have no proof: they hurry or delay, and no more."""
+    """A store whose records must be proved. Counters have no proof: a forged one can only speed up or delay."""
 
     def __init__(self, store: KeyStore, proofs: Proofs) -> None:
         self.store = store
         self._proofs = proofs
 
     def read(self, key: str) -> bytes | None:
-        """The record under ``key``; None: there is none. Never waits for one, as ``get`` would."""
+        """The record under ``key``, or None. Does not wait for a missing one, as ``get`` would."""
         if not self.store.check([key]):
             return None
         try:
@@ -125,11 +128,11 @@ class Records:
         except STORE_ERRORS:
             if self.store.check([key]):
                 raise
-            return None  # it was deleted between the two questions
+            return None  # deleted between ``check`` and ``get``
         return self._proofs.open(key, data)
 
     def read_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        """The records under ``keys``, if all of them are there."""
+        """The records under ``keys``, or None if one is missing."""
         wanted = list(keys)
         if not self.store.check(wanted):
             return None
@@ -138,21 +141,21 @@ class Records:
         except STORE_ERRORS:
             if self.store.check(wanted):
                 raise
-            return None  # one was deleted between the two questions
+            return None  # one was deleted after ``check``
         return [self._proofs.open(key, data) for key, data in zip(wanted, found, strict=True)]
 
     def there(self, keys: list[str]) -> list[str]:
-        """Those of ``keys`` under which there is something. One question where all are there, few where most are."""
+        """The ``keys`` that exist. Bisects: one request if all exist, few if most do."""
         if self.store.check(keys):
             return keys
         half = len(keys) // 2
         return [*self.there(keys[:half]), *self.there(keys[half:])] if half else []
 
     def look(self, keys: list[str]) -> dict[str, bytes | WrongSecret]:
-        """Those of the records under ``keys`` that are there, or why one is not believed.
+        """The existing records under ``keys``; for a record without a valid proof, the error.
 
-        For the time when members give up and delete theirs: a ``get`` would wait for one that has just gone, for
-        seconds. A comparison with what nobody writes does not wait, and changes nothing.
+        For the time when members give up and delete their records: a ``get`` of a record just deleted would block for
+        seconds. A ``compare_set`` against a value that nobody writes does not block, and changes nothing.
         """
         records: dict[str, bytes | WrongSecret] = {}
         for key in self.there(keys):
@@ -166,14 +169,14 @@ class Records:
         return records
 
     def write(self, key: str, text: str) -> None:
-        """Put a record under ``key``, whatever is there."""
+        """Store a record under ``key``, over whatever it holds."""
         self.store.set(key, self._proofs.seal(key, text))
 
     def replace(self, key: str, before: str, text: str) -> bytes:
-        """Put a record under ``key`` where it holds ``before`` ("": nothing); what it holds afterwards."""
+        """Store a record under ``key`` if it holds ``before`` ("": nothing); return what it holds afterwards."""
         sealed = self._proofs.seal(key, text)
         for expected in self._proofs.seals(key, before) if before else [""]:
             found = self._proofs.open(key, self.store.compare_set(key, expected, sealed))
             if found.decode() != before:
-                break  # else it is there under the other secret
+                break  # else it is still ``before``, sealed with the other secret
         return found

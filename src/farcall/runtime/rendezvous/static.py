@@ -1,32 +1,35 @@
 """How the members of a group of fixed size agree on one table, through a store that all can reach: `join`.
 
-Members meet in a *generation*, a numbered attempt with its own keys, so nothing of earlier ones is mistaken:
+Members meet in a *generation*, a numbered attempt with its own keys, so records of different attempts never mix:
 
     generation               the first generation that may still be open
-    <g>/slot/<rank>          a member's record; whoever sets it first holds the rank
-    <g>/contests             how often a rank was found taken; absent: nobody need show that it is there
-    <g>/beat/<rank>          counts up then, while its holder waits: tells a second process from a dead one's traces
-    <g>/table                rank 0's proposal, once every slot is filled; the table that was formed, for good
+    <g>/slot/<rank>          a member's record; the first process to set it holds the rank
+    <g>/contests             how often a rank was found taken; absent: no holder needs to prove that it lives
+    <g>/beat/<rank>          a heartbeat, once contested: tells a second live process from a dead one's record
+    <g>/table                rank 0's proposal, once every slot is filled; the formed table outlives the clear-up
     <g>/seen/<digest>/<rank> that rank has confirmed exactly that table
-    <g>/outcome              set once: formed, with the table; or abandoned, with who gave up, missing whom
+    <g>/outcome              set once: formed, with the table; or abandoned, by which member, and which were missing
     <g>/left                 how many have read the outcome; rank 0 stays until all have, then clears up
-    <g>/successors           how many have come for members that died; absent: the slots need not be looked at
+    <g>/successors           how many processes have come to replace dead members
+    <g>/successor/<n>        the record of each: of two that came for one member, it is unknown here which was admitted
 
-All but the counters are proved with the secret (`records.py`). Who does not share rank 0's finds that out
-from rank 0's record, says so and gives up, and all others find it out from that. When all have met, nobody needs the
-store any more, and rank 0 closes the one that it opened: before it listens, so whoever is connected to rank 0, as all
+All but the counters are proved with the secret (`records.py`). A member with another secret than rank 0's learns that
+from rank 0's record, records it and gives up; all others learn it from that. When all have met, nobody needs the store
+any more, and rank 0 closes the store that it opened, before it listens. So a member that is connected to rank 0, as all
 are before ``init_rpc`` returns, finds the port free for a process group.
 
-What all ask the store together does not grow with the square of the group. Rank 0 alone looks at all slots; the others
-look at keys that are the same for all, and beyond ``_CROWD`` members the more seldom, the more they are.
+The total load on the store does not grow with the square of the group. Only rank 0 reads all slots; the others read
+keys that are the same for all, and beyond ``_CROWD`` members less often the more members there are.
 
 A table forms only when each process in it has confirmed that very table, so a dead process's record cannot
-take part. Whoever gives up abandons the generation; the others go on in the next until their own time is up.
+take part. A member that gives up abandons the generation; the others go on in the next until their own deadlines.
 A ``join`` that raises leaves nothing behind, here or in the store, that a later one trips over.
 
-A group that was formed may have lost a member, and lets another one in for it. So before a process takes part in a new
-generation it looks whether anybody of the last group is there who would (`_running_group`); then it puts its record
-into the empty slot, for later ones to find it, and goes the way of `dynamic.py`.
+A formed group may have lost a member, and admit another process in its place. So before a process takes part in a new
+generation, it looks for a member of the last group that would admit it (`_running_group`). If it finds one, it adds its
+record to the successors, so that later processes find it, and joins through `dynamic.py`.
+
+Over 400 lines: one protocol over one set of keys.
 """
 
 from __future__ import annotations
@@ -59,26 +62,28 @@ from farcall.runtime.rendezvous.agreement import (
 )
 from farcall.runtime.rendezvous.contacts import Contacts
 from farcall.runtime.rendezvous.dynamic import Meeting, is_there
-from farcall.runtime.rendezvous.patience import Patience
+from farcall.runtime.rendezvous.meeting_place import MeetingPlace
+from farcall.runtime.rendezvous.missing_notice import MissingNotice
 from farcall.runtime.rendezvous.records import Proofs, Records, secret_of
-from farcall.runtime.rendezvous.store import STORE_ERRORS, KeyStore, MeetingPlace, StoreLost, open_store
+from farcall.runtime.rendezvous.store import STORE_ERRORS, KeyStore, StoreLost, open_store
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _BEAT_S = 0.3
-_CROWD = 64  # more members than these look at the store more seldom: as often as these would, all together
-_LOOKED_AT = 16  # generations, the last ones; those who gave up are among them
-_DEAD_S, _DEAD_BEATS = 2.5, 4  # a holder whose beat stands still for so long, and for so many beats, is gone
-_LOOK_S, _LOOK_PART = 5.0, 0.2  # how long members of a group that may be over are looked for, of the time there is
-_FAREWELL_S = 5.0  # how long rank 0 stays for those who have not read the outcome
-_LATE_S = 3.0  # how long it does so after its own time is up: on a busy machine the others may be slow to look
+_CROWD = 64  # larger groups poll the store less often: all together as often as this many members would
+_LOOKED_AT = 16  # how many of the latest generations to search for a running group; abandoned ones count
+_SUCCESSORS = 4  # how many of the latest successors per member to look for
+_DEAD_S, _DEAD_BEATS = 2.5, 4  # a holder without a heartbeat for this long, and for this many beats, is gone
+_LOOK_S, _LOOK_PART = 5.0, 0.2  # how long to look for members of an earlier group, at most this part of the time left
+_FAREWELL_S = 5.0  # how long rank 0 stays for members that have not read the outcome
+_LATE_S = 3.0  # how long it stays past its own deadline: on a busy machine the others may be slow to look
 
 
 def join(place: MeetingPlace, me: Member, options: RpcBackendOptions, over: str = "") -> Membership | Meeting:
-    """Meet the others and return the table all agree on, within ``options.start_deadline_s``.
+    """Meet the others and return the table that all agree on, within ``options.start_deadline_s``.
 
-    Or return whom to ask, where a group is there that may let us in; but not the one whose cluster is called ``over``.
+    Or, if a running group may let us in, return the members to ask; but never for the cluster with the id ``over``.
     Raises ``BadRank``, ``DuplicateName`` (at every member), ``MissingPeers`` or another ``InitError``.
     """
     meeting = StaticRendezvous(place, me, options, over)
@@ -91,7 +96,10 @@ def join(place: MeetingPlace, me: Member, options: RpcBackendOptions, over: str 
 
 
 class StaticRendezvous:
-    """One member's way to an agreement, possibly over several stores and generations."""
+    """One member's way to an agreement, possibly over several stores and generations.
+
+    Mutable: the open store, the generation, the table confirmed last, and what is known of the other members.
+    """
 
     def __init__(self, place: MeetingPlace, me: Member, options: RpcBackendOptions, over: str = "") -> None:
         self.place = place
@@ -104,7 +112,13 @@ class StaticRendezvous:
         self._proofs = Proofs(self._secret, has_secret, place.name)
         self._timeout_s = options.start_deadline_s
         self._deadline = time.monotonic() + self._timeout_s
-        self._patience = Patience(place.name, rank=place.rank, size=place.world_size, deadline=self._deadline)
+        self._notice = MissingNotice(
+            place.name,
+            rank=place.rank,
+            size=place.world_size,
+            deadline=self._deadline,
+            launched=place.hosted_by_agent,
+        )
         cluster_id = secrets.token_hex(8) if place.rank == 0 else ""
         self._slot = Slot(me, place.world_size, has_secret, cluster_id, wishes_of(options))
         self._slot_text = as_text(self._slot)
@@ -115,12 +129,12 @@ class StaticRendezvous:
         self._generation = 0
         self._table, self._digest, self._next_beat = b"", "", 0.0
         self._names: dict[int, str] = {}
-        self._found: dict[str, bytes | WrongSecret] = {}  # at the last look at all slots
+        self._found: dict[str, bytes | WrongSecret] = {}  # the slots, as last read
         self._gave_up: dict[int, str] = {}
         self._missing_elsewhere: set[int] = set()
 
     def run(self) -> Membership | Meeting:
-        """Try stores until a table forms; afterwards this object holds no store."""
+        """Try stores until a table forms. Keeps no reference to a store afterwards."""
         try:
             while True:
                 self._open_store()
@@ -129,7 +143,7 @@ class StaticRendezvous:
                 except RpcError:
                     raise
                 except (StoreLost, *STORE_ERRORS) as error:
-                    # Rank 0 left and took its store along; when it starts anew, another one comes up.
+                    # Rank 0 ended, and its store with it; when rank 0 restarts, it opens another one.
                     self._records = None
                     self._pause_for_another_store(error)
         finally:
@@ -198,7 +212,7 @@ class StaticRendezvous:
         return self._generation
 
     def _running_group(self) -> Meeting | None:
-        """The way into the last group that was formed here, if anybody of it is there who lets this process in."""
+        """How to join the last group that formed here, if a member of it lives that would admit this process."""
         for generation in reversed(range(max(0, self._generation - _LOOKED_AT), self._generation)):
             key = f"{self._base}/{generation}"
             outcome = self._open.read(f"{key}/outcome")
@@ -211,7 +225,9 @@ class StaticRendezvous:
             others = [slot.member for slot in slots if slot.member.rank != self._me.rank]
             known: tuple[Member, ...] = tuple(others)
             if self._open.store.check([f"{key}/successors"]):
-                later = (self._open.read(f"{key}/slot/{member.rank}") for member in others)
+                count = self._open.store.add(f"{key}/successors", 0)
+                numbers = range(count, max(0, count - _SUCCESSORS * len(slots)), -1)
+                later = (self._open.read(f"{key}/successor/{number}") for number in numbers)
                 known += tuple(read_slot(data).member for data in later if data is not None)
             cluster_id = slots[0].cluster_id
             meeting = Meeting(self.place, None, None, cluster_id, self._secret, known, len(slots))
@@ -220,20 +236,20 @@ class StaticRendezvous:
             if not known or not is_there(meeting, self._me, self._options, deadline):
                 return None
             check_agreement([self._slot if slot.member.rank == self._me.rank else slot for slot in slots])
-            self._open.write(f"{key}/slot/{self._me.rank}", self._slot_text)
-            self._open.store.add(f"{key}/successors", 1)
+            number = self._open.store.add(f"{key}/successors", 1)
+            self._open.write(f"{key}/successor/{number}", self._slot_text)
             return meeting
         return None
 
     def _advance(self) -> None:
-        """Point newcomers behind this generation, before this member leaves it."""
+        """Point newcomers past this generation, before this member leaves it."""
         key = f"{self._base}/generation"
         before = self._open.read(key)
         if before is None or int(before) <= self._generation:
             self._open.replace(key, before.decode() if before else "", str(self._generation + 1))
 
     def _claim_rank(self) -> None:
-        """Take the slot of our rank, also from a dead process; raise if a living one holds it."""
+        """Take the slot of our rank, from a dead process if need be; raise if a living one holds it."""
         mine = self._slot_text.encode()
         key, beat_key = self._key(f"slot/{self._me.rank}"), self._key(f"beat/{self._me.rank}")
         holder = self._open.replace(key, "", self._slot_text)
@@ -274,7 +290,7 @@ class StaticRendezvous:
             outcome = self._outcome()
             if outcome is not None:
                 return outcome
-            # A table that was put up changes only if a slot changes hands: it is not read, nor made, at every look.
+            # A proposed table changes only if a slot changes hands: check that once per beat, not at every poll.
             if self._beat() or not self._table:
                 if self._me.rank == 0:
                     self._propose()
@@ -295,14 +311,14 @@ class StaticRendezvous:
         return None if data is None else read_outcome(data)
 
     def _beat(self) -> bool:
-        """Show that we are there, where that is asked, and see whether our place is ours; if it is time for that."""
+        """Once per beat period: send a heartbeat if a rank is contested, and check that our slot is still ours."""
         if time.monotonic() < self._next_beat:
             return False
-        self._patience.look(self._awaited)
+        self._notice.look(self._awaited)
         Contacts(self._open, self.place.attempt).check_nobody(self._me.name, self.place.world_size)
         self._next_beat = time.monotonic() + self._beat_s
         if self._open.store.check([self._key("contests")]):
-            # Not always: each member that meets at a file reads all that any other has written.
+            # Only then: with a FileStore each member reads everything that any other writes.
             self._open.store.add(self._key(f"beat/{self._me.rank}"), 1)
         if not self._heard_first:
             self._heard_first = self._open.read(self._key("slot/0")) is not None
@@ -317,7 +333,7 @@ class StaticRendezvous:
         return True
 
     def _propose(self) -> None:
-        """Rank 0: put up the table once all slots are filled, and again whenever one changed hands."""
+        """Rank 0: propose the table once all slots are filled, and again whenever one changed hands."""
         found = self._open.read_all(self._slot_keys())
         if found is None:
             return
@@ -335,14 +351,14 @@ class StaticRendezvous:
         return True
 
     def _close_if_confirmed(self) -> bool:
-        """Rank 0: the table forms when everybody in it has confirmed it."""
+        """Rank 0: form the table once every member in it has confirmed it."""
         if not self._table or self._open.read_all(self._seen_keys()) is None:
             return False
         self._open.replace(self._key("outcome"), "", as_text(Formed(read_table(self._table))))
         return True
 
     def _seen_keys(self) -> list[str]:
-        """Rank 0: those of its table."""
+        """Rank 0: the keys that confirm its table."""
         return [self._seen_key(rank) for rank in range(self.place.world_size)]
 
     def _seen_key(self, rank: int) -> str:
@@ -357,17 +373,17 @@ class StaticRendezvous:
         return read_outcome(self._open.replace(self._key("outcome"), "", note))
 
     def _withdraw(self) -> None:
-        """After a failure: let nobody count on us. The store may be what failed."""
+        """After a failure: remove our record, so that nobody counts on us. The store itself may have failed."""
         with contextlib.suppress(Exception):
             if self._open.read(self._key(f"slot/{self._me.rank}")) != self._slot_text.encode():
-                return  # it is another process's by now
-            with contextlib.suppress(WrongSecret):  # of one who gave up before us
+                return  # the slot is another process's by now
+            with contextlib.suppress(WrongSecret):  # the outcome of a member that gave up before us
                 if self._outcome() is None:
                     self._abandon()
                 self._advance()
             if self._me.rank == 0:
-                # Rank 0 may take the store along: the others should first learn who was missing, or has another secret.
-                # Whoever has learned it deletes its record.
+                # The store may end with rank 0: let the others first learn who was missing, or has another secret. A
+                # member that has learned it deletes its record.
                 self._stay_until(lambda: len(self._open.there(self._slot_keys())) <= 1)
             self._delete_own()
 
@@ -387,15 +403,22 @@ class StaticRendezvous:
         elif self._me.rank == 0:
             store = self._open.store
         if self.place.scheme == "file":
-            store = self._open.store  # the last one that lets go of it deletes the file, which a successor needs
+            store = self._open.store  # keep it: the last FileStore to close deletes the file, which a successor needs
         check_agreement(slots)
         members = [slot.member for slot in slots]
         return Membership(
-            self._me, members, slots[0].cluster_id, self._secret, self._generation, len(slots), store=store
+            self._me,
+            members,
+            slots[0].cluster_id,
+            self._secret,
+            self._generation,
+            len(slots),
+            store=store,
+            rank_0_serves=self.place.host is not None and not self.place.hosted_by_agent,
         )
 
     def _stay_until(self, all_know: Callable[[], bool]) -> bool:
-        """Rank 0, which may host the store: stay until the others have read the outcome, if they do."""
+        """Rank 0, which may host the store: stay until the others have read the outcome; False: not all did in time."""
         pauses = self._pauses()
         until = min(time.monotonic() + _FAREWELL_S, self._deadline + _LATE_S)
         while not all_know():
@@ -405,11 +428,11 @@ class StaticRendezvous:
         return True
 
     def _delete_own(self) -> None:
-        for what in ("beat", "slot"):  # rank 0 may leave when it sees no slot
+        for what in ("beat", "slot"):  # the slot last: rank 0 may leave once it sees no other slot
             self._open.store.delete_key(self._key(f"{what}/{self._me.rank}"))
 
     def _clear_up(self, size: int) -> None:
-        """Remove this generation's keys; that it is over stays written, and who was in it."""
+        """Remove the keys of this generation except its outcome and its table."""
         kinds = ("slot", "beat") if self._open.store.check([self._key("contests")]) else ("slot",)
         keys = [self._key(f"{kind}/{rank}") for rank in range(size) for kind in kinds] + [self._key("contests")]
         for key in [*keys, *self._seen_keys(), self._key("left"), f"{self._base}/{self._generation - 1}/table"]:
@@ -417,7 +440,7 @@ class StaticRendezvous:
         self._open.write(self._key("outcome"), as_text(Formed(())))
 
     def _pauses(self) -> Backoff:
-        """Short pauses for members that start together, long ones for members that wait: little load on the store."""
+        """Growing pauses: short for members that start together, long under a long wait, to spare the store."""
         crowd = 1.0 if self._me.rank == 0 else max(1.0, self.place.world_size / _CROWD)
         return Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S * crowd, factor=1.5)
 
@@ -428,24 +451,24 @@ class StaticRendezvous:
             raise InitError("joining was interrupted")
 
     def _awaited(self) -> list[int]:
-        """Whom to name while we wait. In a crowd rank 0 names all that are missing, and the others only rank 0."""
+        """The ranks to name while we wait. In a crowd only rank 0 names all missing ranks; the others name rank 0."""
         if self._me.rank == 0 or self.place.world_size <= _CROWD:
             return self._absent()
         return [] if self._heard_first else [0]
 
     def _absent(self) -> list[int]:
-        """Ranks without a record in this generation; remembers the names of the others."""
+        """The ranks without a record in this generation; remembers the names of the others."""
         keys = self._slot_keys()
         there = self._found = self._open.look(keys)
         for data in there.values():
-            if isinstance(data, bytes):  # else somebody is there, with another secret
+            if isinstance(data, bytes):  # else a process with another secret holds the rank
                 member = read_slot(data).member
                 self._names[member.rank] = member.name
         return [rank for rank, key in enumerate(keys) if key not in there]
 
     def _raise_for_absence(self, mine: Abandoned) -> NoReturn:
-        """At the deadline: name the cause that is most likely."""
-        # As they were before we gave up: whoever sees that deletes its record.
+        """At the deadline: raise the error for the most likely cause."""
+        # Use the records as read before we gave up: members that see us give up delete theirs.
         for data in self._found.values():
             if isinstance(data, WrongSecret):
                 raise data

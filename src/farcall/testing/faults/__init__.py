@@ -30,13 +30,13 @@ A use of a reference may overtake its delayed or reordered creation, or Register
 `ReferenceLost`: farcall relies on the order of its connections. The receiver of a lost message still gives up the
 memory, references and gradients that came along.
 
-farcall mends a cut: it connects again and goes on, unless the workers have ``reconnect_s=0``, or messages of that
-connection were repeated or overtook others, so that both ends cannot count them any more.
+farcall repairs a cut: it reconnects and resumes, unless the workers have ``reconnect_s=0``, or messages of that
+connection were repeated or reordered, so that the two ends no longer count the same frames.
 
 A real connection never loses, repeats or reorders messages: it delivers, or it ends. So `cut`, `half_open`,
-`throttle` and ``delay(in_order=True)`` are what a network can do; the rest is for programs that must bear a lost or
-late message whatever its reason. Messages about shared memory meet only the former, or memory would be corrupted.
-Faults begin after the handshake. Each connection costs a thread and two more hops.
+`throttle` and ``delay(in_order=True)`` are what a network can do; the other faults are for programs that must tolerate
+a lost or late message whatever its reason. Messages about shared memory meet only the former faults, since the latter
+would corrupt memory. Faults begin after the handshake. Each connection costs a thread and two more hops.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The messages that wait between a sender and the wire: late, repeated, overtaken.
+"""The messages that wait between a sender and the wire: delayed, repeated or overtaken.
 
 Sans-I/O: messages and the time go in, messages come out when they are due.
 
@@ -9,7 +9,7 @@ Sans-I/O: messages and the time go in, messages come out when they are due.
     Duplicate  leaves twice, if repeatable        leaves twice, if repeatable
     Reorder    leaves behind later ones           leaves behind later ones
 
-Invariant: a message leaves once (or as often as a rule says), and those that no rule held back leave in order.
+Invariant: a message leaves once (or as often as a rule says), and messages that no rule held back leave in order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BACKOFF = 1.5
 
 @dataclass(eq=False, slots=True)
 class _Overtaken:
-    """A message that lets others pass."""
+    """A message that lets ``left`` others pass, but waits no longer than until ``due``."""
 
     message: Message
     left: int
@@ -38,10 +38,10 @@ class _Overtaken:
 
 
 class DelayLine:
-    """The messages from one worker to another that were sent and have not left."""
+    """The messages from one worker to another that were sent and have not left. Mutable: the three queues."""
 
     def __init__(self, on_failed: Callable[[Message], None]) -> None:
-        """``on_failed`` hears of each request whose sending fails."""
+        """``on_failed`` is called with each request whose sending fails."""
         self._on_failed = on_failed
         self._order = itertools.count()
         self._waiting: deque[Message] = deque()  # in order, once the line is clear
@@ -60,7 +60,7 @@ class DelayLine:
                 self._lose(message)
                 self._on_failed(message)
             else:
-                # Its followers wait, too: sending again over a connection keeps the order.
+                # Later messages wait, too: retransmission over a connection keeps the order.
                 late_s = sum(fault.retry_s * BACKOFF**attempt for attempt in range(fault.attempts))
                 self._clear_at = max(self._clear_at, now + late_s)
                 self._waiting.append(message)
@@ -84,7 +84,7 @@ class DelayLine:
             raise AssertionError(f"{fault} is not for messages")
 
     def take(self, now: float) -> list[Message]:
-        """The messages that leave now, in order."""
+        """Return the messages that leave now, in order."""
         leaving: list[Message] = []
         while self._late and self._late[0][0] <= now:
             leaving.append(heapq.heappop(self._late)[2])
@@ -103,7 +103,7 @@ class DelayLine:
 
     @property
     def next_due(self) -> float:
-        """When `take` next has something to give, unless something is added before; infinity: never."""
+        """When `take` next returns a message, unless one is added before; infinity: never."""
         due = self._late[0][0] if self._late else NEVER
         for held in self._overtaken:
             due = min(due, held.due)

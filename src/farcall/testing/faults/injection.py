@@ -1,10 +1,10 @@
 """`Faults`: the rules of a test, and the wrappers that carry them into nodes.
 
-Owns the list of rules and the account of each direction. A node that starts where a `Faults` is installed passes every
-connection through `wrap_transport`, after its handshake, and messages to itself through `wrap_delivery`. The node,
-and everything under test, is otherwise the ordinary one.
+Owns the list of rules and the counts of each direction. A node that starts while a `Faults` is installed passes every
+connection through `wrap_transport`, after its handshake, and messages to itself through `wrap_delivery`. Otherwise the
+node under test is an ordinary one.
 
-Rules may be added and lifted at any time, from any thread; another process has its own.
+Rules may be added and lifted at any time, from any thread; each process has its own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Injection(NamedTuple):
     sender: str
     receiver: str
     kinds: frozenset[str]
-    """The names of the message; empty for a fault that waited for no message."""
+    """The names of the message; empty for a fault that no message triggered."""
 
 
 class _Woken(Protocol):
@@ -61,8 +61,8 @@ class _Woken(Protocol):
 class Faults:
     """Faults to inject between workers, chosen by rules and repeatable by seed.
 
-    Nodes that start inside ``with faults.installed():`` have them. A `Faults` can be pickled, for a spawned process to
-    install. Each node applies the rules to the messages that it sends itself, so install it for every worker
+    They affect nodes that start inside ``with faults.installed():``. A `Faults` can be pickled, for a spawned process
+    to install. Each node applies the rules to the messages that it sends, so install it for every worker
     whose messages are to be disturbed, and only for those.
 
     Every method that makes a rule takes the keywords of `Selection`: ``kind``, ``to``, ``sender``, ``function``,
@@ -87,7 +87,7 @@ class Faults:
     # ------------------------------------------------------------------ rules
 
     def drop(self, **selection: Unpack[Selection]) -> Rule:
-        """Lose messages. Their receiver gives up the shared memory and references that came with them."""
+        """Lose messages. Their receiver still releases the shared memory and references that came with them."""
         return self.add(Rule(Drop(), **selection))
 
     def fail(self, *, attempts: int = 1, retry_s: float = 0.05, **selection: Unpack[Selection]) -> Rule:
@@ -102,44 +102,45 @@ class Faults:
     def delay(
         self, seconds: float, *, jitter_s: float = 0.0, in_order: bool = False, **selection: Unpack[Selection]
     ) -> Rule:
-        """Let messages come late, by ``seconds`` and up to ``jitter_s`` more.
+        """Delay messages by ``seconds``, and by up to ``jitter_s`` more.
 
-        ``in_order``: later messages of the connection wait, too, as they do behind a packet that TCP sends again.
+        ``in_order``: later messages of the connection wait, too, as they do behind a packet that TCP retransmits.
         Otherwise they overtake.
         """
         _check(seconds >= 0 and jitter_s >= 0, "a delay cannot be negative")
         return self.add(Rule(Delay(seconds, jitter_s, in_order), **selection))
 
     def duplicate(self, *, copies: int = 1, after_s: float = 0.0, **selection: Unpack[Selection]) -> Rule:
-        """Let messages come more than once: ``copies`` follow, each ``after_s`` after the one before.
+        """Repeat messages: ``copies`` follow, each ``after_s`` after the previous one.
 
-        Some come once all the same: those whose tensors lie in shared memory, since a lease cannot be given twice
+        Some messages are never repeated: those with tensors in shared memory, since a lease cannot be given twice
         (give the workers ``shared_memory=False`` to have them repeated), and those that distributed autograd has
-        recorded, since each is answered for once in a backward pass.
+        recorded, since each is answered exactly once in a backward pass.
         """
         _check(copies >= 1 and after_s >= 0, "copies must be at least 1, and after_s not negative")
         return self.add(Rule(Duplicate(copies, after_s), **selection))
 
     def reorder(self, *, behind: int = 1, within_s: float = 0.1, **selection: Unpack[Selection]) -> Rule:
-        """Let the next ``behind`` messages of the connection overtake; without them, leave after ``within_s``."""
+        """Let the next ``behind`` messages of the connection overtake, but wait no longer than ``within_s``."""
         _check(behind >= 1 and within_s >= 0, "behind must be at least 1, and within_s not negative")
         return self.add(Rule(Reorder(behind, within_s), **selection))
 
     def cut(self, **selection: Unpack[Selection]) -> Rule:
-        """End connections, as a reset does: both sides see the end, and messages on their way are lost. Once.
+        """End connections, as a reset does: both sides see the end, and messages in transit are lost. Once.
 
-        The workers connect again and go on, unless their ``reconnect_s`` is 0.
+        The workers reconnect and resume, unless their ``reconnect_s`` is 0.
 
-        With a kind: when such a message is about to leave, instead of it. ``count=None``: every later connection, too.
+        With a kind: cut when such a message is about to leave, instead of sending it. ``count=None``: cut every later
+        connection, too.
         """
         selection.setdefault("count", 1)
         return self.add(Rule(Cut(), **selection))
 
     def half_open(self, seconds: float | None = None, **selection: Unpack[Selection]) -> Rule:
-        """Let nothing through, in either direction, without telling anybody, as when a cable is pulled. Once.
+        """Let nothing through, in either direction, without an error, as when a cable is pulled. Once.
 
         Buffers fill, and then senders wait, as they do for a peer that acknowledges nothing. After ``seconds``, or when
-        the rule is lifted, all of it leaves, as TCP's retransmissions do. ``count=None``: later connections are
+        the rule is lifted, everything leaves, as TCP's retransmissions do. ``count=None``: later connections are
         silent, too.
         """
         _check(seconds is None or seconds >= 0, "a time cannot be negative")
@@ -147,15 +148,15 @@ class Faults:
         return self.add(Rule(HalfOpen(seconds), **selection))
 
     def throttle(self, bytes_per_s: float, to: Workers = None, sender: Workers = None) -> Rule:
-        """Let bytes leave no quicker than this, over each connection; tensors in shared memory are not sent there.
+        """Limit the rate of bytes over each connection. Tensors in shared memory do not count: they bypass it.
 
-        The slowest rule counts.
+        The slowest rule applies.
         """
         _check(bytes_per_s > 0, "bytes_per_s must be more than 0: for no byte at all use half_open")
         return self.add(Rule(Throttle(bytes_per_s), to=to, sender=sender))
 
     def add(self, rule: Rule) -> Rule:
-        """Put a rule in force, behind all others."""
+        """Put a rule in force, after all others."""
         with self._changed:
             rule.number = self._made
             rule._faults = self
@@ -196,20 +197,20 @@ class Faults:
             return list(self._injections)
 
     def wait_hits(self, rule: Rule, hits: int, timeout_s: float) -> None:
-        """Wait until ``rule`` happened so often in this process; raise `TimeoutError` if it does not."""
+        """Wait until ``rule`` has happened ``hits`` times in this process; raise `TimeoutError` if it does not."""
         with self._changed:
             if not self._changed.wait_for(lambda: rule.hits >= hits, timeout_s):
                 raise TimeoutError(f"{rule} happened {rule.hits} times and not {hits} within {timeout_s:g} s")
 
     def note(self, rule: Rule, direction: Direction, kinds: frozenset[str]) -> None:
-        """Count a fault that happens now."""
+        """Record a fault that happens now."""
         with self._changed:
             rule.hits += 1
             self._injections.append(Injection(rule.fault, direction.sender, direction.receiver, kinds))
             self._changed.notify_all()
 
     def judge(self, direction: Direction, message: Message) -> tuple[Fault | None, float]:
-        """The fault for a message, and a random number for it."""
+        """Choose the fault for a message, and draw a random number for it."""
         chosen = direction.choose(self._rules, message) if self._rules else None
         if chosen is None:
             return None, 0.0
@@ -221,9 +222,9 @@ class Faults:
 
     @contextmanager
     def installed(self, *workers: str) -> Iterator[Faults]:
-        """Give these faults to the nodes that start inside the block in this process: all, or those of these names.
+        """Apply these faults to nodes that start inside the block in this process: to all, or to the named ``workers``.
 
-        A node keeps them until it ends. Of several installed ones a node has the latest.
+        A node keeps them until it ends. If several are installed, a node gets the latest.
         """
         with interfering(self, workers):
             yield self
@@ -231,17 +232,17 @@ class Faults:
     def wrap_transport(
         self, transport: Transport, here: str, there: str, fail_call: Callable[[int, str], None]
     ) -> Transport:
-        """A connection of ``here`` to ``there`` that has these faults. ``fail_call`` fails a call that was not sent."""
+        """Wrap the connection of ``here`` to ``there``. ``fail_call`` is for calls whose sending a rule fails."""
         from farcall.testing.faults.relay import connect  # later: it needs POSIX, and rules can be made anywhere
 
         return connect(self, self.direction(here, there), transport, fail_call)
 
     def wrap_delivery(self, deliver: Callable[[Peer, Frame], None], here: str) -> Callable[[Peer, Frame], None]:
-        """``deliver``, which hands messages of ``here`` to itself, with these faults."""
+        """Wrap ``deliver``, which hands messages of ``here`` to itself, with these faults."""
         return _OwnDelivery(self, self.direction(here, here), deliver)
 
     def direction(self, sender: str, receiver: str) -> Direction:
-        """The account of one worker's messages to another."""
+        """The counts of one worker's messages to another."""
         with self._changed:
             found = self._directions.get((sender, receiver))
             if found is None:
@@ -263,7 +264,7 @@ class Faults:
             relay.wake()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Counts belong to this process; connections and locks do not travel.
+        # Counts belong to this process; connections and locks cannot be pickled.
         return {"seed": self.seed, "rules": self._rules, "made": self._made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -283,9 +284,9 @@ def _check(holds: bool, otherwise: str) -> None:
 
 
 class _OwnDelivery:
-    """The delivery of a node's messages to itself, with faults; those of connections do not apply.
+    """The delivery of a node's messages to itself, with faults; faults of connections do not apply.
 
-    A thread delivers held messages later, and lives as long as something is held.
+    A thread delivers held messages later; it runs only while messages are held.
     """
 
     def __init__(self, faults: Faults, direction: Direction, deliver: Callable[[Peer, Frame], None]) -> None:
@@ -322,7 +323,7 @@ class _OwnDelivery:
                     if not len(self._line) or peer.broken:
                         self._holding = False
                         return
-                    # Nothing tells of the node's end: look for it now and then.
+                    # Nothing signals the end of the node: check for it periodically.
                     self._changed.wait(min(WAIT_SLICE_S, max(0.0, self._line.next_due - now)))
             for own in leaving:
                 try:

@@ -1,6 +1,6 @@
-"""Messages on their way, as rules see them: whole frames cut out of a stream of bytes, or messages to oneself.
+"""Messages in transit, as rules see them: whole frames cut out of a stream of bytes, or a node's messages to itself.
 
-A message has the name of its frame's kind and one or more of its own; a rule that gives any of them means it.
+A message has the name of its frame's kind and further names of its own; a rule that gives any of them matches it.
 
     frame      further names
     request    "call", "create" (of a reference, by `remote`), "fetch" (of its value, by `to_here`)
@@ -9,13 +9,13 @@ A message has the name of its frame's kind and one or more of its own; a rule th
                "ReleaseContext"; "Part", of a stream
     control    the class of the message, of `protocol/messages.py` or `protocol/references`: "CallCancelled", "Release"
 
-Messages about shared memory have no name: both ends count descriptors and leases, so losing or repeating one would
-corrupt memory, which no network does. Only faults of whole connections touch them. Nor has a chunk of a large message:
-while there are rules about messages, those are sent whole.
+Messages about shared memory have no name: both ends count descriptors and leases, so a lost or repeated one would
+corrupt memory, which no network does. Only faults of whole connections affect them. A chunk of a large message has no
+name either: while there are rules about messages, large messages are sent whole.
 
-A lost message must not take along its leases of shared memory, references and recorded gradients: both ends count
-those, and over a real connection they never get lost alone. So its `remains` still arrive, as an answer to a call that
-nobody makes. The receiver reads nothing, runs nothing, and gives up whatever came along.
+A lost message must not lose its leases of shared memory, references and recorded gradients: both ends count those, and
+a real connection never loses them alone. So its `remains` still arrive, as an answer to a call that nobody made. The
+receiver reads nothing, runs nothing, and releases whatever came along.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from typing import Final
 import msgspec
 
 from farcall.protocol import gradients, messages
+from farcall.protocol.frame_decoder import FrameError
 from farcall.protocol.frames import (
     BUFFER_ENTRY,
     CHUNK,
     CONTROL,
+    FAILURE,
     HEADER,
     LETTER,
     MAGIC,
@@ -38,17 +40,15 @@ from farcall.protocol.frames import (
     RESPONSE,
     VERSION,
     Frame,
-    FrameError,
-    Kind,
     Ticket,
 )
 from farcall.protocol.notes import KEEP, decode_notes, without_creation
 from farcall.protocol.session import remains_of
-from farcall.rpc import owner_methods
+from farcall.rpc import owned_values
 from farcall.rpc.stream_writing import STREAMS
 from farcall.serialize import encode_function
 
-_FETCH: Final = encode_function(owner_methods.fetch)
+_FETCH: Final = encode_function(owned_values.fetch)
 _MEMORY: Final = (
     messages.SegmentOffered,
     messages.SegmentAccepted,
@@ -57,9 +57,9 @@ _MEMORY: Final = (
     messages.BlocksReleased,
 )
 CALLS: Final = frozenset({"request", "response", "failure"})
-"""The kinds of a rule that gives none: messages of the user's calls."""
+"""The default kinds of a rule: messages of the user's calls."""
 
-_FRAMES: Final = {int(kind): kind.name.lower() for kind in Kind}
+_FRAMES: Final = {REQUEST: "request", RESPONSE: "response", FAILURE: "failure", CONTROL: "control", LETTER: "letter"}
 _REQUESTS: Final = frozenset({"call", "create", "fetch"})
 _LETTERS: Final = frozenset(kind.__name__ for kind in typing.get_args(gradients.Message)) | {"Gradient", "Part"}
 _MEMORY_NAMES: Final = frozenset(kind.__name__ for kind in _MEMORY)
@@ -74,7 +74,7 @@ _steering = msgspec.msgpack.Decoder()
 
 
 def check_kinds(kinds: str | Iterable[str] | None) -> frozenset[str]:
-    """The kinds of a rule, checked; None means the messages of calls."""
+    """Validate the kinds of a rule; None means the messages of calls."""
     if kinds is None:
         return CALLS
     given = frozenset({kinds} if isinstance(kinds, str) else kinds)
@@ -91,35 +91,35 @@ def check_kinds(kinds: str | Iterable[str] | None) -> frozenset[str]:
 
 
 class Message:
-    """A message on its way: a frame of a connection, or a message of a node to itself."""
+    """A message in transit: a frame of a connection, or a message of a node to itself."""
 
     __slots__ = ("data", "descriptors", "frame", "names")
 
     def __init__(self, frame: Frame, data: bytes = b"") -> None:
         self.frame: Frame = frame
-        """Of a frame of a connection, ``buffers`` has the tickets alone."""
+        """For a frame of a connection, its ``buffers`` hold only the tickets."""
         self.data: bytes = data
-        """The whole frame as bytes; empty for a message to oneself, of which no frame is ever made."""
+        """The whole frame as bytes; empty for a message to the node itself, which is never encoded."""
         self.descriptors: list[int] = []
         self.names: frozenset[str] = _names_of(frame)
 
     @property
     def carries_descriptor(self) -> bool:
-        """Whether a descriptor rides along: with an offer of memory."""
+        """Does a descriptor ride along? Only with an offer of memory."""
         if self.names or self.frame.kind != CONTROL:
             return False
         return isinstance(messages.decode_message(self.frame.payload), messages.SegmentOffered)
 
     @property
     def repeatable(self) -> bool:
-        """Whether it may arrive twice."""
-        # The receiver would return one lease twice, or answer for the same tensors twice in a backward pass; and the
-        # first reader of a message to oneself empties its list of buffers.
+        """May it arrive twice?"""
+        # Not with buffers or recorded tensors: the receiver would return one lease twice, or answer for the same
+        # tensors twice in a backward pass; and the first reader of a message to the node itself empties its buffers.
         notes = self.frame.notes
         return not self.frame.buffers and not (notes and decode_notes(notes).message_id != 0)
 
     def remains(self) -> Message | None:
-        """The message that arrives in the place of this one, if it is lost."""
+        """The message that arrives in place of this one, if it is lost."""
         frame = Frame(RESPONSE, 0, NO_CALL, notes=without_creation(self.frame.notes))
         if not self.data:
             return Message(frame) if frame.notes else None
@@ -128,7 +128,7 @@ class Message:
 
 
 def _names_of(message: Frame) -> frozenset[str]:
-    """The names of a message; no name at all: rules must leave it alone."""
+    """The names of a message; none at all if rules must leave it alone."""
     if message.kind == CHUNK:
         return frozenset()
     kind = _FRAMES[message.kind]
@@ -138,7 +138,7 @@ def _names_of(message: Frame) -> frozenset[str]:
     if message.kind == LETTER and message.call_id == STREAMS:
         return frozenset({kind, "Part"})
     if message.kind == LETTER:
-        # A letter with gradients is pickled, and a tool that looks on must not unpickle anything.
+        # A letter with gradients is pickled, and an interceptor must not unpickle anything.
         inside = ["Gradient"] if message.flags else [letter["type"] for letter in _steering.decode(message.payload)]
         return frozenset({kind, *inside})
     if message.kind == CONTROL:
@@ -148,9 +148,9 @@ def _names_of(message: Frame) -> frozenset[str]:
 
 
 class Splitter:
-    """The frames in a stream of bytes.
+    """Splits a stream of bytes into frames. Mutable: the bytes of the incomplete frame.
 
-    Reads the head of each and copies the rest, so that a frame passes unchanged, and whole or not at all.
+    Reads the head of each frame and copies the rest, so that a frame passes unchanged, and whole or not at all.
     """
 
     __slots__ = ("_buffer", "_needed")
@@ -160,7 +160,7 @@ class Splitter:
         self._needed = HEADER.size
 
     def feed(self, chunk: bytes | memoryview) -> list[Message]:
-        """Take bytes; return the frames that are complete now."""
+        """Take bytes; return the frames that they complete."""
         self._buffer += chunk
         found = []
         while len(self._buffer) >= self._needed:
@@ -170,7 +170,7 @@ class Splitter:
         return found
 
     def _next(self) -> Message | None:
-        """The first frame of the buffer; None if it is incomplete: ``_needed`` bytes tell more."""
+        """Take the first frame out of the buffer; None if it is incomplete: then wait for ``_needed`` bytes."""
         buffer = self._buffer
         magic, version, kind, flags, call_id, payload_len, function_len, notes_len, buffer_count, _ = (
             HEADER.unpack_from(buffer)

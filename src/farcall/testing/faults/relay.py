@@ -1,14 +1,14 @@
 """A connection with faults: a thread between a node and one of its transports.
 
-The node gets one end of a pair of sockets and treats it as any connection: it is polled, it fills up, it ends. The
-relay has the other end, and the real transport. In between, outgoing bytes are cut into frames, which meet the rules;
-incoming bytes pass as they are. All waiting is real, so the node under test needs to know nothing.
+The node gets one end of a socket pair and treats it like any connection: it is polled, it fills up, it ends. The relay
+has the other end, and the real transport. In between, outgoing bytes are split into frames, to which the rules apply;
+incoming bytes pass unchanged. All waiting is real, so the node under test needs no special code.
 
     near (node's socket) --> Splitter --> rules --> DelayLine --> throttle --> far (the real transport)
     near                 <---------------------------------------------------- far
 
-A relay ends when both directions have ended, when either side is broken, or when a rule cuts it. When the node closes
-its end, its written bytes still leave, within CLOSING_S; messages that a rule holds back are lost.
+A relay ends when both directions have ended, when either side breaks, or when a rule cuts it. After the node closes
+its end, the bytes that it wrote still leave, within CLOSING_S; messages that a rule holds back are lost.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ PORTION_S = 0.05
 UNLIMITED = 1 << 62
 
 Chunks = deque[tuple[memoryview, list[int]]]
-"""Bytes on their way, and the descriptors that leave with the first of them."""
+"""Bytes in transit, and the descriptors that leave with the first of them."""
 
 
 def connect(
     faults: Faults, direction: Direction, transport: Transport, fail_call: Callable[[int, str], None]
 ) -> FaultyTransport:
-    """``transport``, with faults for the messages that are sent over it."""
+    """Wrap ``transport`` with faults for the messages sent over it."""
     if transport.fileno() is None:
         raise ValueError(f"{transport.describe()} has no descriptor to poll: faults need a tcp or unix connection")
     for_node, near = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -70,21 +70,21 @@ class FaultyTransport(UnixTransport):
         self._description = f"{far.describe()}, with faults"
         self._relay = relay
         self._far = far
-        # A descriptor that came behind the handshake belongs to a frame that the link already has.
+        # A descriptor that came right after the handshake belongs to a frame that the link already has.
         self._untaken = far.take_descriptors()
 
     @property
     def resumable(self) -> bool:  # type: ignore[override]
-        """Whether both ends still count the same frames: not after some were repeated, or overtook others."""
+        """Do both ends still count the same frames? Not after frames were repeated or reordered."""
         return not self._relay.disordered
 
     def silent_s(self) -> float:
-        """As long as a rule lets nothing through, no kernel answers either."""
+        """The silence of the real connection, or of a rule that lets nothing through: then no kernel answers either."""
         return max(self._relay.silent_s(), self._far.silent_s())
 
     @property
     def takes_chunks(self) -> bool:  # type: ignore[override]
-        """Whether large messages may come in parts: not where rules look at messages."""
+        """May large messages travel in chunks? Not while rules inspect messages."""
         return self._relay.leaves_messages_alone
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class FaultyTransport(UnixTransport):
 
 
 class Relay:
-    """The thread between a node and one of its connections."""
+    """The thread between a node and one of its connections. Only that thread changes the queues and the flags."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Relay:
         self._close_by = NEVER
         self._silent_since = self._silent_until = 0.0
         self._silenced_by: object = None
-        self._begun: set[int] = set()  # faults of this connection that wait for no message
+        self._begun: set[int] = set()  # numbers of the rules without a message that were applied here
         self._tokens = 0.0
         self._paid_at = monotonic()
         self._wake_read, self._wake_write = os.pipe()
@@ -144,19 +144,19 @@ class Relay:
         self._thread.start()
 
     def wake(self) -> None:
-        """Make the thread look at the rules again."""
+        """Make the thread check the rules again."""
         try:
             os.write(self._wake_write, b"\0")
         except OSError:
-            pass  # full, and so awake soon; or ended
+            pass  # the pipe is full, so the thread wakes up anyway; or the relay has ended
 
     def silent_s(self) -> float:
-        """For how long nothing has been let through; from any thread."""
+        """How long a rule has let nothing through. From any thread."""
         now = monotonic()
         return now - self._silent_since if self._silent_until > now else 0.0
 
     def end(self, timeout_s: float) -> None:
-        """After the node has closed its end: wait, for a bounded time, until its written bytes have left."""
+        """After the node closed its end: wait at most ``timeout_s`` or so until its written bytes have left."""
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s + 0.5)
 
@@ -165,7 +165,7 @@ class Relay:
         self._close_wakes()
 
     def _close_wakes(self) -> None:
-        """Close the wake-up pipe, once: afterwards its numbers may be those of other files."""
+        """Close the wake-up pipe once: afterwards its descriptor numbers may belong to other files."""
         wakes = [wake for wake in (self._wake_read, self._wake_write) if wake >= 0]
         self._wake_read = self._wake_write = -1
         _close(wakes)
@@ -188,7 +188,7 @@ class Relay:
             self._close_wakes()
 
     def _go_on(self) -> bool:
-        """Wait for something, and do it. False: this connection is over."""
+        """Wait for an event and handle it. False: this connection is over."""
         now = monotonic()
         if self._apply_connection_faults(now):
             return False
@@ -220,7 +220,7 @@ class Relay:
         until = min(self._line.next_due, self._close_by, self._silent_until if silent else NEVER, allowed_at)
         read_far = not silent and not self._far_ended and not self._back and not self._node_closed
         if read_far and self._far.buffered:
-            until = 0.0  # no poll tells of that
+            until = 0.0  # a poll does not report buffered bytes
         events = dict(poll.poll(None if until == NEVER else max(0.0, until - monotonic()) * 1000.0))
         if wake in events:
             os.read(wake, 4096)
@@ -291,7 +291,7 @@ class Relay:
         try:
             sent = _write(self._far, self._forth, allowance)
         except TransportError:
-            # Go on without sending: bytes that the other side sent before it closed are still to be read.
+            # Go on without sending: bytes that the peer sent before it closed must still be read.
             self._refused = True
             for _, descriptors in self._forth:
                 _close(descriptors)
@@ -302,7 +302,7 @@ class Relay:
             self._tokens -= sent
 
     def _allowance(self, now: float) -> tuple[int, float]:
-        """The number of bytes that may leave now; and if none may, when the next ones do."""
+        """The number of bytes that may leave now; if 0, also the time when more may leave."""
         rates = [
             rule.fault.bytes_per_s
             for rule in self._faults.rules
@@ -312,7 +312,7 @@ class Relay:
             self._tokens, self._paid_at = 0.0, now
             return UNLIMITED, NEVER
         rate = min(rates)
-        # A pause is not saved up, and bytes do not dribble one by one.
+        # Tokens do not accumulate over a pause, and bytes leave in portions, not one by one.
         portion = max(1.0, rate * PORTION_S)
         self._tokens = min(self._tokens + (now - self._paid_at) * rate, portion)
         self._paid_at = now
@@ -364,7 +364,7 @@ class Relay:
 
 
 def _read(transport: Transport) -> memoryview | None:
-    """Bytes that are there; none at the end of the stream, or where it is broken; None if there are none yet."""
+    """Read available bytes; empty at the end of the stream or if it is broken; None if none have come yet."""
     view = memoryview(bytearray(CHUNK_BYTES))
     try:
         count = transport.receive_into(view)

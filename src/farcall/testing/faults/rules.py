@@ -1,8 +1,8 @@
-"""Faults, the rules that select messages for them, and each direction's count of those.
+"""Faults, the rules that select messages for them, and the counts of each direction.
 
-A *direction* is an ordered pair of workers, sender and receiver. Each counts a rule's messages for itself and draws
-from a random sequence of its own, made of the seed, the rule and the two names. So the fate of the n-th message of a
-kind in a direction depends on nothing else: not on other links, on threads, or on the process.
+A *direction* is an ordered pair of workers, sender and receiver. Each direction counts a rule's messages and draws from
+its own random sequence, seeded with the seed, the rule and the two names. So the fate of the n-th message of a kind in
+a direction depends on nothing else: not on other links, threads, or the process.
 
 Knows no socket and no clock.
 """
@@ -25,7 +25,7 @@ Workers: TypeAlias = str | Iterable[str] | None
 
 
 class Selection(TypedDict, total=False):
-    """The messages that a rule is for; each key that is left out means all of them."""
+    """The messages that a rule selects; a key that is left out does not restrict them."""
 
     kind: str | Iterable[str] | None
     """A name, or several, of `KINDS`; by default the messages of calls: "request", "response", "failure"."""
@@ -34,13 +34,13 @@ class Selection(TypedDict, total=False):
     sender: Workers
     """Names of the sending workers."""
     function: Callable[..., object] | str | None
-    """Of requests, only those that call this function: itself, or its dotted name."""
+    """Only requests that call this function, given as the function or its dotted name."""
     skip: int
-    """How many messages are left alone at first, in each direction."""
+    """How many messages pass untouched at first, in each direction."""
     count: int | None
     """After how many messages the rule ends, in each direction."""
     probability: float
-    """The chance of each message, more than 0 and at most 1."""
+    """The probability for each message, more than 0 and at most 1."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Fail:
-    """Sending fails: a request's caller learns it at once, any other message is sent again, and so comes late."""
+    """Sending fails: a request's caller gets an error at once; any other message is sent again, and so comes late."""
 
     attempts: int
     retry_s: float
@@ -58,7 +58,7 @@ class Fail:
 
 @dataclass(frozen=True)
 class Delay:
-    """The message comes late; ``in_order``: and so does all that follows it on its connection."""
+    """The message comes late; with ``in_order`` so do all later messages of its connection."""
 
     seconds: float
     jitter_s: float
@@ -88,14 +88,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class HalfOpen:
-    """Nothing gets through, in either direction, and neither side is told."""
+    """Nothing gets through, in either direction, and neither side gets an error."""
 
     seconds: float | None
 
 
 @dataclass(frozen=True)
 class Throttle:
-    """Bytes leave no quicker than this."""
+    """Bytes leave no faster than this."""
 
     bytes_per_s: float
 
@@ -105,7 +105,10 @@ OF_CONNECTIONS = (Cut, HalfOpen, Throttle)
 
 
 class Rule:
-    """One fault and the messages it is for; made by the methods of `Faults`. The end of a ``with`` block lifts it."""
+    """One fault and the messages that it affects; made by the methods of `Faults`. Mutable: ``hits`` and ``lifted``.
+
+    The end of a ``with`` block lifts it.
+    """
 
     def __init__(
         self,
@@ -126,7 +129,7 @@ class Rule:
         if not 0.0 < probability <= 1.0:
             raise ValueError(f"probability must be more than 0 and at most 1, not {probability!r}")
         self.at_once: bool = kind is None and function is None and isinstance(fault, OF_CONNECTIONS)
-        """Of a fault of connections: it waits for no message."""
+        """Does a fault of connections begin without waiting for a message?"""
         if self.at_once and (skip or probability < 1.0):
             raise ValueError("skip and probability need a kind of message: give kind")
         named = function if function is None or isinstance(function, str) else encode_function(function)
@@ -137,13 +140,13 @@ class Rule:
         self.to: frozenset[str] | None = _names(to)
         self.sender: frozenset[str] | None = _names(sender)
         self.function: str | bytes | None = named
-        """Of requests: the dotted name of their function, or the bytes that name it in a frame."""
+        """The dotted name of a request's function, or the bytes that name it in a frame."""
         self.skip = skip
         self.count = count
         self.probability = probability
         self.where = where
         self.number: int = -1
-        """The place among all rules of its `Faults`."""
+        """The index among all rules of its `Faults`."""
         self.hits: int = 0
         """How often the fault happened in this process."""
         self.lifted: bool = False
@@ -154,12 +157,12 @@ class Rule:
         return f"Rule({self.fault}, {', '.join(f'{name}={value!r}' for name, value in narrowed.items() if value)})"
 
     def lift(self) -> None:
-        """End the fault. Messages that are held back already still come when they were to come."""
+        """End the fault. Messages already held back still leave when they are due."""
         assert self._faults is not None
         self._faults.lift(self)
 
     def wait_hits(self, hits: int = 1, timeout_s: float = 30.0) -> None:
-        """Wait until the fault happened so often in this process; raise `TimeoutError` if it does not."""
+        """Wait until the fault has happened ``hits`` times in this process; raise `TimeoutError` if it does not."""
         assert self._faults is not None
         self._faults.wait_hits(self, hits, timeout_s)
 
@@ -170,11 +173,11 @@ class Rule:
         self.lift()
 
     def concerns(self, sender: str, receiver: str) -> bool:
-        """Whether messages from the one worker to the other are meant."""
+        """Does the rule select messages from ``sender`` to ``receiver``?"""
         return (self.sender is None or sender in self.sender) and (self.to is None or receiver in self.to)
 
     def means(self, message: Message) -> bool:
-        """Whether such messages are meant."""
+        """Does the rule select messages like this one?"""
         if not self.kinds & message.names or (self.where is not None and not self.where(message)):
             return False
         function = message.frame.function
@@ -190,7 +193,7 @@ def _names(workers: Workers) -> frozenset[str] | None:
 
 
 class Direction:
-    """The counts of one worker's messages to another, rule by rule; they outlive connections."""
+    """The counts of one worker's messages to another, by rule; they outlive connections. Mutable: under its lock."""
 
     def __init__(self, seed: int, sender: str, receiver: str) -> None:
         self.sender = sender
@@ -202,7 +205,7 @@ class Direction:
         self._lock = threading.Lock()
 
     def choose(self, rules: Iterable[Rule], message: Message) -> tuple[Rule, float] | None:
-        """The first rule that applies to ``message``, with a number from 0 to 1 drawn for it, or None."""
+        """The first rule that applies to ``message``, with a random number from 0 to 1, or None."""
         if not message.names:
             return None
         with self._lock:
@@ -214,7 +217,7 @@ class Direction:
         return None
 
     def begin(self, rule: Rule) -> bool:
-        """Whether a fault that waits for no message may happen here, now; if so, count it."""
+        """May a fault that waits for no message happen here now? If so, count it."""
         with self._lock:
             return not rule.lifted and rule.concerns(self.sender, self.receiver) and self._count(rule)
 
@@ -223,7 +226,7 @@ class Direction:
         if source is None:
             name = f"{self._seed}/{rule.number}/{self.sender}>{self.receiver}"
             source = self._random[rule.number] = random.Random(name)
-        chance, drawn = source.random(), source.random()  # two for each message, whatever happens to it
+        chance, drawn = source.random(), source.random()  # always two per message: its fate must not shift the sequence
         seen = self._seen.get(rule.number, 0)
         self._seen[rule.number] = seen + 1
         if seen < rule.skip or chance >= rule.probability or not self._count(rule):

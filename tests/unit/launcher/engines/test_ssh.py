@@ -64,9 +64,11 @@ def test_workers_end_with_their_tunnel() -> None:
     tunnel = replace(spec(0), name="a", meet="farcall://127.0.0.1:4567")
     refused: list[WorkerSpec] = []
     tunnels.end = refused.extend  # type: ignore[method-assign, assignment]
-    tunnels.on_output(tunnel, b"Warning: remote port forwarding failed for listen port 22\n")
-    assert not refused  # one of the user's own
-    tunnels.on_output(tunnel, b"Warning: remote port forwarding failed for listen port 4567\n")
+    for port in (b"22", b"45678"):
+        tunnels.on_output(tunnel, b"Warning: remote port forwarding failed for listen port %b\n" % port)
+    assert not refused  # those were the user's own
+    tunnels.on_output(tunnel, b"Warning: remote port forwarding ")
+    tunnels.on_output(tunnel, b"failed for listen port 4567\n")
     assert refused == [tunnel]
     tunnels.on_state(tunnel, ProcessState("ended", "", -9))
     assert ended == [here]

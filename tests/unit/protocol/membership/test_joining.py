@@ -10,15 +10,20 @@ from farcall.protocol.membership.events import (
     Admitted,
     Departed,
     Expelled,
+    LinkLost,
+    LinkRefused,
     LocalJoin,
     LocalLeave,
+    MemberDied,
     MemberJoined,
+    MemberUnresponsive,
     Refused,
     Send,
 )
 from farcall.protocol.membership.machine import State
 from farcall.protocol.membership.messages import (
     Ack,
+    Ask,
     Decision,
     Forward,
     Gossip,
@@ -52,6 +57,25 @@ def test_joining_through_one_that_is_not_the_arbiter() -> None:
     (admitted,) = joiner.take(Admitted)
     assert sorted(admitted.members, key=lambda one: one.rank) == RECORDS
     assert joiner.machine.table.digest() == sponsor.machine.table.digest()
+
+
+def test_a_newcomer_knows_the_members_that_only_the_arbiter_had_heard_of() -> None:
+    """The sponsor may be slow to hear of a member whose start has ended; a newcomer that starts later knows it."""
+    arbiter, sponsor = member(1), member(4)
+    early, gone = Member("worker8", 8, 8, admission=1), Member("worker9", 9, 9, admission=2)
+    arbiter.receive(2, Gossip((Update(8, Status.ALIVE, 0, early), Update(9, Status.ALIVE, 0, gone))))
+    arbiter.receive(2, Gossip((Update(9, Status.DEAD, 0),)))
+    joiner = newcomer(Member("worker7", 7, 7))
+    joiner.feed(LocalJoin(4))
+    sponsor.receive(7, joiner.sent(Join, to=4)[0].message)
+    arbiter.receive(4, sponsor.sent(Forward, to=1)[0].message)
+    sponsor.receive(1, arbiter.sent(Decision, to=4)[0].message)
+    joiner.receive(4, sponsor.sent(Decision, to=7)[0].message)
+    sponsor.receive(7, joiner.sent(Join, to=4)[0].message)
+    joiner.receive(4, sponsor.sent(JoinAnswer, to=7)[0].message)
+    (admitted,) = joiner.take(Admitted)
+    assert early in admitted.members
+    assert gone not in admitted.members
 
 
 def join_at(arbiter: Bench, record: Member) -> list[Send]:
@@ -148,11 +172,64 @@ def test_of_two_with_one_name_the_later_admission_stays_whichever_is_heard_of_fi
     assert "given to another" in holder.take(Expelled)[0].why
 
 
-def test_leaving_is_told_until_two_know() -> None:
+LEFT = Ack((Update(1, Status.LEFT, 0),))
+
+
+def test_leaving_is_told_to_all_neighbours_until_all_know() -> None:
     bench = member()
     bench.feed(LocalLeave())
     told = [send.to for send in bench.sent(Ping)]
-    assert len(told) == 3
+    assert sorted(told) == bench.machine.table.others
+    for one in told[1:]:
+        assert bench.take(Departed) == []
+        bench.receive(one, LEFT)
+    assert bench.take(Departed) == []
+    bench.receive(told[0], LEFT)
+    assert bench.take(Departed) == [Departed()]
+
+
+def test_who_leaves_too_is_no_witness() -> None:
+    bench = member(size=4)
+    bench.feed(LocalLeave())
+    for leaving in (2, 3):
+        bench.receive(leaving, Ack((Update(leaving, Status.LEFT, 0), Update(1, Status.LEFT, 0))))
+    assert bench.take(Departed) == []
+    bench.receive(4, LEFT)
+    assert bench.take(Departed) == [Departed()], "nobody else is left"
+
+
+def test_who_leaves_says_so_to_others_that_leave_and_accuses_nobody() -> None:
+    bench = member()
+    bench.feed(LinkLost(4))
+    bench.feed(LocalLeave())
+    bench.take(Send)
+    bench.receive(3, Ping((Update(3, Status.LEFT, 0),)))
+    (ack,) = bench.sent(Ack, to=3)
+    assert isinstance(ack.message, Ack)
+    assert {Update(1, Status.LEFT, 0), Update(3, Status.LEFT, 0)} <= set(ack.message.updates)
+    for incarnation in (4, 5):
+        bench.feed(LinkLost(incarnation))
+        bench.feed(LinkRefused(incarnation))
+    assert not [send for send in bench.take(Send) if isinstance(send.message, Ask)]
+    bench.advance(5 * OPTIONS.probe_timeout_s)
+    assert not [one for one in bench.effects if isinstance(one, MemberDied | MemberUnresponsive)]
+
+
+def test_leaving_waits_for_nobody_that_is_gone_and_not_long_for_the_silent() -> None:
+    bench = member()
+    bench.feed(LocalLeave())
+    for one in (2, 3, 4):
+        bench.receive(one, LEFT)
+    bench.feed(LinkRefused(5))
+    assert bench.take(Departed) == []
+    bench.advance(2 * OPTIONS.probe_timeout_s)
+    assert bench.take(Departed) == [Departed()], "6 is silent"
+
+
+def test_leaving_is_told_until_two_know() -> None:
+    bench = member(size=3)
+    bench.feed(LocalLeave())
+    told = [send.to for send in bench.sent(Ping)]
     bench.receive(told[0], Ack(()))
     assert bench.machine.state is State.LEAVING, "that was the answer to something else"
     confirmation = Ack((Update(1, Status.LEFT, 0),))

@@ -7,7 +7,9 @@ from tests.unit.protocol.membership.bench import OPTIONS, RECORDS, Bench, member
 
 from farcall.protocol.member import Member
 from farcall.protocol.membership.events import (
+    SELDOM,
     Expelled,
+    Heard,
     LinkGivenUp,
     LinkLost,
     LinkRefused,
@@ -70,6 +72,28 @@ def test_the_quiet_one_is_probed_then_asked_about_then_unresponsive_then_dead_if
     assert "its host does not answer" in death.why
 
 
+def test_in_a_large_group_others_are_asked_five_times_as_late() -> None:
+    options = MembershipOptions(full_mesh=4)
+    bench = member(options=options)
+    bench.feed(Heard(2))
+    while not (pings := bench.sent(Ping)):
+        bench.advance(0.1)
+    target = pings[0].to
+    bench.hear_all_but(target, SELDOM * options.probe_timeout_s - 0.2)
+    assert not bench.sent(Ask)
+    bench.hear_all_but(target, 0.3)
+    assert [send.message.target for send in bench.sent(Ask) if isinstance(send.message, Ask)] == [target] * 3
+
+
+def test_a_member_whose_turn_comes_late_probes_nobody_but_not_for_ever() -> None:
+    bench = member()
+    bench.machine.handle_deadline(0.0)
+    for late_turns in range(1, 4):
+        bench.now += OPTIONS.probe_interval_s * 1.1 + OPTIONS.probe_timeout_s
+        bench.effects += bench.machine.handle_deadline(bench.now)
+        assert bool(bench.sent(Ping)) is (late_turns == 3)
+
+
 def test_a_voucher_is_as_good_as_an_answer() -> None:
     bench = member()
     for _ in range(300):
@@ -126,12 +150,29 @@ def test_refused_here_and_by_all_who_were_asked_is_dead_at_once() -> None:
     bench = member()
     bench.feed(LinkRefused(3))
     helpers = [effect.to for effect in bench.effects if isinstance(effect, Send) and isinstance(effect.message, Ask)]
-    assert bench.take(MemberUnresponsive)
     for helper in helpers:
-        assert status(bench, 3) is Status.UNRESPONSIVE
+        assert status(bench, 3) is Status.ALIVE, "its death is news, the doubt before it would be news again"
         bench.receive(helper, Deny(3, ()))
     assert len(helpers) == OPTIONS.indirect_probes
+    assert not [effect for effect in bench.effects if isinstance(effect, MemberUnresponsive)]
+    assert not [one for one in bench.effects if isinstance(one, Send) and isinstance(one.message, Obituary)]
     assert bench.take(MemberDied)
+
+
+def test_refused_here_while_nobody_else_can_tell_is_unresponsive() -> None:
+    bench = member()
+    bench.feed(LinkRefused(3))
+    bench.take(Send)
+    bench.hear_all_but(3, 3 * OPTIONS.probe_timeout_s)
+    assert status(bench, 3) is Status.UNRESPONSIVE
+
+
+def test_who_was_refused_is_neither_dialled_again_nor_are_others_asked_again() -> None:
+    bench = member()
+    bench.feed(LinkRefused(3))
+    bench.take(Send)
+    bench.hear_all_but(3, 1.5 * OPTIONS.probe_timeout_s)
+    assert not [one for one in bench.take(Send) if one.to == 3 or isinstance(one.message, Ask)]
 
 
 def test_a_link_that_is_given_up_is_a_verdict() -> None:
@@ -146,6 +187,19 @@ def test_a_link_that_is_given_up_is_a_verdict() -> None:
     assert bench.effects == []
 
 
+def test_who_tried_for_another_leaves_the_verdict_to_that_one_for_a_while() -> None:
+    bench = member()
+    bench.receive(2, Ask(3, ()))
+    for _ in range(3):  # the driver dials again and again
+        bench.feed(LinkRefused(3))
+        bench.now += OPTIONS.suspicion_s / 4
+    assert [effect.to for effect in bench.take(Send) if isinstance(effect.message, Deny)] == [2]
+    assert status(bench, 3) is Status.ALIVE
+    bench.now += OPTIONS.suspicion_s / 4
+    bench.feed(LinkRefused(3))
+    assert len(bench.sent(Ask)) == OPTIONS.indirect_probes, "perhaps the one that asked is gone, too"
+
+
 def test_refused_here_but_not_elsewhere_is_a_bad_link() -> None:
     bench = member()
     bench.feed(LinkRefused(3))
@@ -154,11 +208,7 @@ def test_refused_here_but_not_elsewhere_is_a_bad_link() -> None:
     bench.receive(helpers[1], Vouch(3, (Update(3, Status.ALIVE, 1, RECORDS[2]),)))
     bench.receive(helpers[2], Deny(3, ()))
     assert status(bench, 3) is Status.ALIVE
-    assert [type(effect) for effect in bench.effects if not isinstance(effect, Send)] == [
-        MemberUnresponsive,
-        MemberRecovered,
-        LinkSilent,
-    ]
+    assert [type(effect) for effect in bench.effects if not isinstance(effect, Send)] == [LinkSilent]
 
 
 def test_of_two_the_survivor_decides_alone() -> None:
@@ -306,6 +356,8 @@ def test_news_is_told_and_passed_on() -> None:
     assert all(send.message == Gossip((update,)) for send in told)
     bench.receive(2, Gossip((Update(6, Status.LEFT, 0),)))
     assert bench.take(MemberLeft) == [MemberLeft(RECORDS[5])]
+    bench.receive(2, Gossip((Update(5, Status.LEFT, 0, None, "ended without shutdown()"),)))
+    assert bench.take(MemberLeft) == [MemberLeft(RECORDS[4], "ended without shutdown()")]
 
 
 def test_the_dead_are_told_and_not_believed() -> None:

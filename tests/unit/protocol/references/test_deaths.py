@@ -167,6 +167,19 @@ def test_nothing_is_accepted_from_a_dead_parent(trio: Trio) -> None:
     assert trio.ben.flush() == []
 
 
+def test_a_fork_whose_owner_is_unknown_to_its_receiver_keeps_nothing(trio: Trio) -> None:
+    """News of the owner, a newcomer, did not reach the receiver in time."""
+    hers = trio.created_by_anna()
+    dora = Member(5, [ANNA, BEN, CARL])
+    trio.anna.member_joined(dora.me)
+    sent_on = trio.anna.fork(hers, dora.me)
+    assert not dora.receive(sent_on, ANNA)
+    accept = only(dora.flush(), ANNA)
+    trio.anna.drop(hers)
+    trio.anna.hear(dora.me, accept, 0.0)
+    assert trio.owner.hear(ANNA, only(trio.anna.flush(), OWNER), 0.0) == [FreeValue(hers.ref)]
+
+
 def test_a_reference_first_heard_of_after_its_creator_died(trio: Trio) -> None:
     his = trio.anna.fork(trio.anna.create(OWNER), BEN)
     trio.ben.receive(his, ANNA)

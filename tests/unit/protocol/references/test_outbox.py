@@ -7,10 +7,8 @@ import threading
 import pytest
 from tests.kit.reference_machines import ANNA, EVERYONE, OWNER, Member, Trio, only, sent
 
-from farcall.protocol.references.messages import (
-    Release,
-)
-from farcall.protocol.references.outbox import ReleasedForks
+from farcall.protocol.references.messages import Release
+from farcall.protocol.references.user import ReleasedForks
 
 
 @pytest.fixture

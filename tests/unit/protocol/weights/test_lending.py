@@ -34,6 +34,31 @@ def test_who_does_not_answer_gets_no_more_and_then_the_newest() -> None:
     assert lent.versions == [1, 3, 4]
 
 
+def test_who_has_not_answered_for_the_newest_version_is_awaited() -> None:
+    lent = lender(7, 8)
+    lent.push(1)
+    assert lent.awaited == [7, 8]
+    lent.take(7, 1, "mapped")
+    lent.take(8, 1, "dropped")
+    assert lent.awaited == []
+    lent.push(2)
+    lent.push(3)
+    lent.end()
+    lent.take(8, 2, "copied")
+    assert lent.awaited == [7, 8]
+    lent.take(8, 3, "copied")
+    assert lent.awaited == [7]
+    lent.lose(7)
+    assert lent.awaited == []
+
+
+def test_who_is_superseded_awaits_nobody() -> None:
+    lent = lender(7)
+    lent.push(1)
+    lent.close()
+    assert lent.awaited == []
+
+
 def test_a_version_is_freed_when_it_is_not_kept_and_nobody_reads_it() -> None:
     lent = lender(7, keep=1)
     lent.push(1)

@@ -43,7 +43,7 @@ def test_it_waits_for_every_member_that_lives() -> None:
     answer(made, 1)
     made.handle(Gone(2), 11.0)
     assert made.state is PublisherState.CLAIMING
-    assert made.waits_for == [3]
+    assert made._waits_for == {3}
     answer(made, 3)
     assert made.state is PublisherState.PUBLISHED
     assert made.next_deadline() == float("inf")
@@ -64,7 +64,7 @@ def test_it_goes_above_every_claim_that_it_hears_of() -> None:
     effects = answer(made, 1, Claim(7, 3))
     assert effects == [Tell(None, NameClaimed("policy", Claim(8, ME), 17))]
     made.handle(Answered(1, Claim(5, ME), Claim(5, ME), 0), 11.0)  # to the claim before
-    assert made.waits_for == [1, 2]
+    assert made._waits_for == {1, 2}
 
 
 def test_two_never_have_one_epoch() -> None:

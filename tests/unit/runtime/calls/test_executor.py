@@ -10,6 +10,7 @@ import pytest
 from tests.kit.clock import Clock
 from tests.kit.waiting import wait_until
 
+from farcall.runtime.calls.coroutines import CoroutineRunner
 from farcall.runtime.calls.executor import STALLED_S, TICK_S, UNKNOWN_S, Executor
 from farcall.runtime.calls.parallelism import FIRST_PEACE_S
 from farcall.runtime.io.timers import NEVER
@@ -263,6 +264,62 @@ def test_a_worker_without_a_task_is_only_slow_to_end() -> None:
 def test_nothing_to_do_is_nothing_to_attend_to(executor: Executor) -> None:
     executor.start()
     assert executor.look_in(1.0) == NEVER
+
+
+def test_where_no_thread_can_be_had_a_task_waits_for_one(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    job = Job(lambda: None)
+    executor.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        executor.submit(job)
+        for look in range(3):
+            executor.look_in(look * TICK_S)
+        assert (executor.threads, executor.busy, executor.waiting) == (0, 0, 1)
+    assert caplog.text.count("can't start new thread") == 1
+    executor.look_in(3 * TICK_S)
+    assert job.done.wait(PATIENCE_S)
+
+
+def test_a_worker_counts_although_ctrl_c_cuts_its_start(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def start_and_be_interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    executor.start()
+    begun, gate = threading.Event(), threading.Event()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start_and_be_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            executor.submit(Job(lambda: (begun.set(), gate.wait(PATIENCE_S))))
+    assert begun.wait(PATIENCE_S)
+    assert (executor.threads, executor.busy) == (1, 1)  # else a shutdown would not wait for it
+    gate.set()
+
+
+def test_an_event_loop_without_a_thread_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def nothing() -> None:
+        pass
+
+    runner, ended = CoroutineRunner("test", lambda: None), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        unused = nothing()
+        with pytest.raises(RuntimeError, match="new thread"):
+            runner.run(unused, lambda task: None)
+        unused.close()
+    runner.run(nothing(), lambda task: ended.set())
+    assert ended.wait(PATIENCE_S)
+    runner.stop(PATIENCE_S)
 
 
 def test_what_is_queued_at_the_end_or_later_is_dropped_aloud() -> None:

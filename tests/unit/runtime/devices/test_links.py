@@ -44,10 +44,9 @@ class Pair:
             options=RpcBackendOptions(memory=MemoryOptions(device_views=views)),
             api=self.api,
             pool=DevicePool(self.api, 1 << 30),
-            on_release=self.wakes.append,
-            run_later=self.later.append,
+            host=SimpleNamespace(on_release=self.wakes.append, write_later=self.later.append),
         )
-        return DeviceLink(node, Other(), {}, True)  # type: ignore[arg-type]
+        return DeviceLink(node, Other(), {}, automatic=True)  # type: ignore[arg-type]
 
     @property
     def pool(self) -> DevicePool:

@@ -64,7 +64,7 @@ def inner(monkeypatch: pytest.MonkeyPatch) -> FakeInner:
 
 @pytest.fixture
 def stream_pool(inner: FakeInner) -> StreamPool:
-    return StreamPool(lambda: [DEVICE])
+    return StreamPool([DEVICE])
 
 
 def test_calls_one_after_the_other_share_a_lane_and_wait_for_nothing(stream_pool: StreamPool, inner: FakeInner) -> None:
@@ -112,7 +112,7 @@ def test_a_failing_call_leaves_its_lane(stream_pool: StreamPool, inner: FakeInne
 def test_without_a_device_or_one_that_works_calls_run_all_the_same(
     stream_pool: StreamPool, inner: FakeInner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert StreamPool(list).run(lambda: 7) == 7
+    assert StreamPool([]).run(lambda: 7) == 7
 
     def fail() -> None:
         raise RuntimeError("no driver")

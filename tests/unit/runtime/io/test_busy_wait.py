@@ -11,14 +11,14 @@ from farcall.runtime.io.busy_wait import BusyWait
 
 def looks(spin: BusyWait, now: float) -> int:
     """How often ``spin`` looks before it lets the kernel wait, which begins ``now``."""
-    asked: list[float] = []
+    looked: list[bool] = []
 
-    def attempt(timeout_s: float) -> bool:
-        asked.append(timeout_s)
-        return timeout_s > 0
+    def look() -> bool:
+        looked.append(True)
+        return False
 
-    assert spin.wait(attempt, now, 1.0)
-    return len(asked) - 1
+    assert spin.wait(look, lambda timeout_s: timeout_s > 0, now, 1.0)
+    return len(looked)
 
 
 @pytest.mark.parametrize("longer_s", [0.0, 0.005])
@@ -51,13 +51,12 @@ class Sleeper:
         comes_at = self.now + answer_after_s
         asleep = []
 
-        def attempt(timeout_s: float) -> bool:
-            if timeout_s:
-                asleep.append(timeout_s)
-                self.now = max(self.now, comes_at)
-            return self.now >= comes_at
+        def sleep_until(timeout_s: float) -> bool:
+            asleep.append(timeout_s)
+            self.now = max(self.now, comes_at)
+            return True
 
-        assert self.spin.wait(attempt, self.now, 1.0)
+        assert self.spin.wait(lambda: self.now >= comes_at, sleep_until, self.now, 1.0)
         return not asleep
 
 

@@ -107,6 +107,49 @@ def test_a_time_named_before_the_loop_starts_is_kept() -> None:
     loop.stop()
 
 
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_where_there_can_be_no_other_thread_the_io_thread_goes_on(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits, go_on, done = threading.Event(), threading.Event(), threading.Event()
+
+    def block() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_thread)
+            loop.hand_over()
+        waits.set()
+        go_on.wait(PATIENCE_S)
+
+    loop.call_soon(block)
+    assert waits.wait(PATIENCE_S)
+    assert "nobody can take the place of the I/O thread" in caplog.text
+    on_thread: list[bool] = []
+    loop.call_soon(lambda: (on_thread.append(loop.on_thread()), done.set()))
+    go_on.set()
+    assert done.wait(PATIENCE_S)
+    assert on_thread == [True]
+
+
+def test_who_lost_the_role_does_not_go_on_before_it_is_handed_over(loop: Loop) -> None:
+    # The standby thread takes the role away first, and hands it over a moment later.
+    loop.call_soon(loop.retire)
+    first = loop._thread
+    wait_until(lambda: getattr(loop._role, "_waiters"))  # noqa: B009
+    loop.hand_over()
+    first.join(PATIENCE_S)
+    assert not first.is_alive()
+    ran_on: set[int] = set()
+    done = threading.Event()
+    for _ in range(100):
+        loop.call_soon(lambda: ran_on.add(threading.get_ident()))
+    loop.call_soon(done.set)
+    assert done.wait(PATIENCE_S)
+    assert ran_on == {loop._thread.ident}
+
+
 @pytest.mark.parametrize("where", ["function", "timer"])
 def test_the_role_is_handed_over(loop: Loop, where: str) -> None:
     handed, go_on, done = threading.Event(), threading.Event(), threading.Event()

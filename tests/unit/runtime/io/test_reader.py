@@ -41,8 +41,7 @@ def standby() -> Iterator[Standby]:
 def test_quick_function_keeps_the_role() -> None:
     standby = Standby("test", look_s=60.0)  # on a busy machine any function may take 5 ms
     role = Link()
-    watch = standby.begin(role)
-    assert standby.end(watch)
+    assert claim(standby.begin(role))
     assert not role.passed_on.is_set()
     standby.stop()
 
@@ -51,24 +50,66 @@ def test_slow_function_loses_it(standby: Standby) -> None:
     role = Link()
     watch = standby.begin(role)
     assert role.passed_on.wait(PATIENCE_S)
-    assert not standby.end(watch)
+    assert not claim(watch)
+
+
+def test_where_there_can_be_no_thread_functions_run_unwatched(
+    standby: Standby, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        assert claim(standby.begin(Link()))
+    role = Link()
+    standby.begin(role)
+    assert role.passed_on.wait(PATIENCE_S)
 
 
 def test_end_of_a_slow_function_does_not_blind_the_watch_to_the_next(standby: Standby) -> None:
     # The thread that lost the role comes back while its successor runs a function, which may be slow as well.
     first, second = Link(), Link()
+    begun, ended = threading.Event(), threading.Event()
+
+    def succeed() -> None:
+        standby.begin(second)
+        begun.set()
+        assert ended.wait(PATIENCE_S)
+
     slow = standby.begin(first)
     assert first.passed_on.wait(PATIENCE_S)
-    standby.begin(second)
-    assert not standby.end(slow)
+    successor = threading.Thread(target=succeed)
+    successor.start()
+    assert begun.wait(PATIENCE_S)
+    assert not claim(slow)
+    standby.forget()
     assert second.passed_on.wait(PATIENCE_S)
+    ended.set()
+    successor.join(PATIENCE_S)
+
+
+def test_a_watch_is_used_again_by_its_thread_and_by_no_other_standby(standby: Standby) -> None:
+    lasting = Standby("lasting", look_s=60.0)  # on a busy machine any function may take 5 ms
+    watch = lasting.begin(Link())
+    assert claim(watch)
+    assert lasting.begin(Link()) is watch
+    assert claim(watch)
+    other = Link()
+    assert standby.begin(other) is not watch
+    assert other.passed_on.wait(PATIENCE_S)
+    standby.forget()
+    again = Link()
+    assert standby.begin(again) is not watch
+    assert again.passed_on.wait(PATIENCE_S)
+    lasting.stop()
 
 
 def test_role_given_away_by_the_function_itself_is_not_taken_again(standby: Standby) -> None:
     role = Link()
     watch = standby.begin(role)
     mine = claim(watch)  # almost always; else the standby thread was faster
-    assert not standby.end(watch)
+    assert not claim(watch)
     after = Link()
     standby.begin(after)
     assert after.passed_on.wait(PATIENCE_S)

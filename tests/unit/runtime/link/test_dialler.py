@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from queue import Queue
 from time import monotonic
 from typing import Any
 
 import pytest
+from tests.kit.memory_transport import FRESH
+from tests.kit.waiting import wait_until
 
 from farcall.protocol.backoff import Backoff
 from farcall.protocol.connector import Dial, Ended, Goal, Step
@@ -33,7 +36,7 @@ class Host:
     def __init__(self, token: int = TOKEN, refuses: bool = False) -> None:
         self.loop = Loop("host")
         self.loop.start()
-        self.door = PeerListener(["memory:"], self.loop)
+        self.door = PeerListener([FRESH], self.loop)
         self.refuses = refuses
         self.came: Queue[tuple[Transport, Established]] = Queue()
         host = Hello(Member("host", 0, token), "cluster")
@@ -71,6 +74,7 @@ class Attempts:
         incarnation: int = TOKEN,
         lost_kind: str = "memory",
         lost_host: str = "",
+        was_reached: bool = True,
         seconds: float = PATIENCE_S,
     ) -> None:
         self.back: Queue[tuple[Transport, Established]] = Queue()
@@ -78,7 +82,7 @@ class Attempts:
         now = monotonic()
         goal = Goal.RESUME if resumes else Goal.REMIND
         dial = Dial(goal, until=now + seconds, now=now, backoff=Backoff(0.05, 1.0))
-        target = Target("host", incarnation, ways, lost_kind, lost_host)
+        target = Target("host", incarnation, ways, lost_kind, lost_host, was_reached)
         me = ME.wanting(Resume("s1", 7) if resumes else Remind("s1"))
         self.dialler = Dialler(dial, target, me, SECRET, on_end=self.on_end)
         self.dialler.start()
@@ -170,6 +174,17 @@ def test_who_was_dialled_believes_only_the_host_that_the_connection_came_from(mo
     assert other.step is Step.OUT_OF_TIME
 
 
+def test_nor_does_who_was_only_ever_dialled_and_dials_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After both parted, either end dials: that the way from here is barred is no death."""
+    monkeypatch.setattr(dialling, "dial", dial_that(DialRefused("a firewall")))
+    options = {"lost_kind": "tcp", "was_reached": False}
+    same = Attempts(["tcp://192.0.2.1:9"], lost_host="192.0.2.1", **options)  # type: ignore[arg-type]
+    assert same.why_gone() == "a firewall"
+    other = Attempts(["tcp://192.0.2.1:9"], lost_host="192.0.2.2", seconds=1.0, **options)  # type: ignore[arg-type]
+    other.why_gone()
+    assert other.step is Step.OUT_OF_TIME
+
+
 def test_who_is_unreachable_is_tried_until_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dialling, "dial", dial_that(DialFailed("no answer")))
     began = monotonic()
@@ -177,6 +192,67 @@ def test_who_is_unreachable_is_tried_until_time_is_up(monkeypatch: pytest.Monkey
     assert "no answer" in attempts.why_gone()
     assert attempts.step is Step.OUT_OF_TIME
     assert monotonic() - began >= 1.0
+
+
+def test_a_dial_that_may_have_been_let_in_is_not_withdrawn_before_it_was_refused(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other end may use a connection whose proof it has, although its answer did not come here in time."""
+    left: list[Exception] = [DialFailed("no answer"), refuse(RefusalReason.CROSSED, "it dials, too")]
+    again, go_on = threading.Event(), threading.Event()
+    dial = dialling.dial
+
+    def dial_slowly(*args: Any) -> Transport:
+        if len(left) == 1:
+            again.set()
+            go_on.wait(PATIENCE_S)
+        return dial(*args)
+
+    def prove(*args: Any) -> Any:
+        args[-1]()  # it has greeted us, and gets our proof
+        raise left.pop(0) if len(left) > 1 else left[0]
+
+    monkeypatch.setattr(dialling, "dial", dial_slowly)
+    monkeypatch.setattr(dialling, "prove", prove)
+    dialler = Attempts(host.door.addresses).dialler
+    assert again.wait(PATIENCE_S)
+    assert not dialler.withdraw(even_if_proving=False)
+    go_on.set()
+    wait_until(lambda: dialler.withdraw(even_if_proving=False), "the refusal")
+    dialler.join(PATIENCE_S)
+
+
+def test_a_dial_that_was_not_even_greeted_is_withdrawn_before_the_next_attempt(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else who cannot get through would refuse the other end for ever, which can."""
+    again, go_on = threading.Event(), threading.Event()
+    dial = dialling.dial
+    tried: list[object] = []
+
+    def dial_slowly(*args: Any) -> Transport:
+        tried.append(args)
+        if len(tried) > 1:
+            again.set()
+            go_on.wait(PATIENCE_S)
+        return dial(*args)
+
+    def prove(*args: Any) -> Any:
+        raise DialFailed("it does not answer while awaiting greeting")
+
+    monkeypatch.setattr(dialling, "dial", dial_slowly)
+    monkeypatch.setattr(dialling, "prove", prove)
+    dialler = Attempts(host.door.addresses).dialler
+    assert again.wait(PATIENCE_S)
+    assert dialler.withdraw(even_if_proving=False)
+    go_on.set()
+    dialler.join(PATIENCE_S)
+
+
+def test_the_target_is_told_to_have_our_proof_once_it_has_greeted_us(host: Host) -> None:
+    attempts = Attempts(host.door.addresses)
+    attempts.back.get(timeout=PATIENCE_S)[0].close()
+    assert attempts.dialler._has_proof
 
 
 def test_a_host_is_silent_until_it_accepts_a_connection_whatever_becomes_of_that(

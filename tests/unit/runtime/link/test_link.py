@@ -10,6 +10,7 @@ from queue import Queue
 from time import monotonic
 
 import pytest
+from tests.kit.memory_transport import memory_pair
 from tests.kit.waiting import wait_until
 
 from farcall.errors import Delivery, PeerDead, RpcTimeout
@@ -20,7 +21,6 @@ from farcall.runtime.io.reader import Standby
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.link import Link
 from farcall.runtime.link.receive import IO_READS_S, LINGER_AFTER
-from farcall.transport.memory import memory_pair
 from farcall.transport.unix import UnixTransport
 
 PATIENCE_S = 60.0
@@ -183,7 +183,7 @@ def test_who_comes_back_leaves_the_poller_silent_and_who_does_not_is_replaced(
     silenced: list[int] = []
     silence = near.loop.silence
     monkeypatch.setattr(near.loop, "silence", lambda descriptor: (silenced.append(1), silence(descriptor)))
-    for name in ("LINGER_S", "LONGEST_LINGER_S"):
+    for name in ("LINGER_S", "LONGEST_LINGER_S", "LONGEST_SILENCE_S"):
         monkeypatch.setattr(f"farcall.runtime.link.receive.{name}", PATIENCE_S)
     incoming = near.link.incoming
     incoming._linger_s = PATIENCE_S
@@ -200,6 +200,13 @@ def test_who_comes_back_leaves_the_poller_silent_and_who_does_not_is_replaced(
     wait_until(lambda: near.frames.qsize() > before)  # the I/O thread listens again
 
 
+def test_while_the_poller_listens_no_timer_runs_for_one_who_may_come_back(joined: tuple[End, End]) -> None:
+    near, far = joined
+    exchange(near, far, 0)  # for the first time: the poller listens again
+    near.link.incoming._left_at = monotonic() + PATIENCE_S  # a moment ago, however slow this is
+    assert near.link.incoming._end_lingering(monotonic()) == NEVER
+
+
 def test_a_link_that_two_threads_wait_on_is_never_left_silent(joined: tuple[End, End]) -> None:
     near, far = joined
     incoming = near.link.incoming
@@ -213,6 +220,67 @@ def test_a_link_that_two_threads_wait_on_is_never_left_silent(joined: tuple[End,
     assert not incoming._lingering
     far.link.outgoing.send(small(2))
     wait_until(lambda: near.frames.qsize() == 2)
+
+
+@pytest.fixture
+def read_a_moment_ago(joined: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> tuple[End, End]:
+    """A link whose frames are answers of futures, and whose last reader was a thread that still makes calls."""
+    near, far = joined
+    for name in ("LINGER_S", "LONGEST_LINGER_S", "LONGEST_SILENCE_S"):
+        monkeypatch.setattr(f"farcall.runtime.link.receive.{name}", PATIENCE_S)
+    incoming = near.link.incoming
+    incoming._linger_s = PATIENCE_S
+
+    def on_frame(frame: Frame) -> None:
+        incoming.answers_futures = True
+        near.frames.put(frame)
+
+    incoming._on_frame = on_frame
+    exchange(near, far, 0)
+    return near, far
+
+
+def test_the_io_thread_leaves_answers_to_whoever_read_a_moment_ago(read_a_moment_ago: tuple[End, End]) -> None:
+    near, far = read_a_moment_ago
+    incoming = near.link.incoming
+    far.link.outgoing.send(small(1))
+    wait_until(lambda: incoming._lingering == [True])  # the I/O thread has read it, and no more
+    answer = Answer(near)
+    far.link.outgoing.send(small(2))
+    incoming.help_until(answer, monotonic() + PATIENCE_S)
+    assert answer.arrived
+    assert not incoming._lingering
+
+
+def test_a_thread_that_does_not_come_is_not_relied_on_again(read_a_moment_ago: tuple[End, End]) -> None:
+    near, far = read_a_moment_ago
+    incoming = near.link.incoming
+    far.link.outgoing.send(small(1))
+    wait_until(lambda: incoming._lingering == [True])
+    incoming._linger_s = 0.0
+    incoming._linger_timer.at(0.0)  # it has not come
+    wait_until(lambda: incoming._vain_until)
+    incoming._vain_until = NEVER
+    incoming._left_at = monotonic()  # it makes calls all the same
+    for number in range(3):  # the I/O thread reads all of them
+        before = near.frames.qsize()
+        far.link.outgoing.send(small(number))
+        wait_until(lambda before=before: near.frames.qsize() > before)  # type: ignore[misc]
+
+
+def test_a_thread_that_makes_calls_without_end_does_not_keep_answers_from_others(
+    read_a_moment_ago: tuple[End, End],
+) -> None:
+    near, far = read_a_moment_ago
+    incoming = near.link.incoming
+    far.link.outgoing.send(small(1))
+    wait_until(lambda: incoming._lingering == [True])
+    incoming._silent_since -= 2 * PATIENCE_S
+    incoming._left_at = monotonic() + 2 * PATIENCE_S  # calls go on all the time
+    incoming._linger_timer.at(0.0)
+    before = near.frames.qsize()
+    far.link.outgoing.send(small(2))
+    wait_until(lambda: near.frames.qsize() > before)  # the I/O thread reads
 
 
 class Leaving:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.kit.clock import Clock
+from tests.kit.memory_transport import FRESH
 from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
@@ -56,7 +57,7 @@ class Hall:
 
     def __init__(self, refuse: str | None = None) -> None:
         self.loop = StillLoop()
-        self.door = PeerListener(["memory:"], self.loop)  # type: ignore[arg-type]
+        self.door = PeerListener([FRESH], self.loop)  # type: ignore[arg-type]
         self.members: list[tuple[Transport, Established]] = []
         self.door.open(
             hello("host", 0),
@@ -264,7 +265,7 @@ def test_one_way_that_cannot_be_set_up_is_no_error(monkeypatch: pytest.MonkeyPat
         return really_listen(address)
 
     monkeypatch.setattr(doors, "listen", listen)
-    door = PeerListener(["unix:", "memory:"], StillLoop())  # type: ignore[arg-type]
+    door = PeerListener(["unix:", FRESH], StillLoop())  # type: ignore[arg-type]
     assert [address.partition(":")[0] for address in door.addresses] == ["memory"]
     door.close()
     with pytest.raises(ListenFailed, match="not in this sandbox"):

@@ -8,17 +8,21 @@ from queue import Queue
 from time import monotonic
 
 import pytest
+from tests.kit.memory_transport import MemoryTransport, memory_pair
 from tests.kit.waiting import wait_until
 
 from farcall.errors import Delivery, PeerDead, RpcTimeout
 from farcall.ids import WorkerInfo
+from farcall.protocol.chunks import LargeMessage
 from farcall.protocol.frames import CONTROL, REQUEST, Frame, encode_frame, encode_small
 from farcall.protocol.session import ACKNOWLEDGE_FRAMES, SessionError, State
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import reading
+from farcall.runtime.link import send, send_queue
 from farcall.runtime.link.link import Link
+from farcall.runtime.link.receive import Incoming
+from farcall.runtime.link.send import Outgoing
 from farcall.transport.interface import TransportForged
-from farcall.transport.memory import MemoryTransport, memory_pair
 
 PATIENCE_S = 60.0
 CAPACITY_BYTES = 16 * 1024
@@ -344,6 +348,109 @@ def test_a_large_message_in_the_middle_goes_on_over_the_next_connection(ends: tu
     assert sorted(right.next() for _ in range(2)) == [7, 8]
     writer.join(PATIENCE_S)
     assert not writer.is_alive()
+
+
+class Impatient:
+    """Writes a message that fills the connection, until the test's clock says that its time is up; then changes it."""
+
+    def __init__(self, outgoing: Outgoing, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._outgoing = outgoing
+        self._late_s = 0.0
+        self.delivery: Delivery | None = None
+        self.memory = bytearray([7]) * (4 * CAPACITY_BYTES)
+        for module in (send, send_queue):
+            monkeypatch.setattr(module, "monotonic", lambda: monotonic() + self._late_s)
+        self.thread = threading.Thread(target=self._write)
+        self.thread.start()
+        wait_until(lambda: outgoing.bytes_sent >= CAPACITY_BYTES, "a full connection")
+
+    def _write(self) -> None:
+        pieces = encode_frame(REQUEST, 0, 7, b"", b"", b"", [memoryview(self.memory)])
+        try:
+            self._outgoing.send_pieces(pieces, deadline=monotonic() + 2 * PATIENCE_S)
+        except RpcTimeout as error:
+            self.delivery = error.delivery
+            self.memory[:] = bytearray([8]) * len(self.memory)
+
+    def turn_clock(self) -> None:
+        self._late_s = 3 * PATIENCE_S
+
+
+BEFORE, ONCE = "before the connection is used", "once the connection is used"
+
+
+def give_up_in_between(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch, knows: str, capacity_bytes: int = CAPACITY_BYTES
+) -> Impatient:
+    """Have a sender's time be up while another connection is made; it ``knows`` that then. Nobody has read by now."""
+    left, right = ends
+    attached, given_up = threading.Event(), threading.Event()
+    right.link.incoming._read_lock.acquire()
+    sender = Impatient(left.link.outgoing, monkeypatch)
+    for end in ends:
+        cut(end)
+    stop_reading(right)
+    for end in ends:
+        end.interrupted.get(timeout=PATIENCE_S)
+    connect, attach, give_up = Incoming.connect, Outgoing.attach, Outgoing._give_up
+
+    def connect_while_time_is_up(incoming: Incoming, first_bytes: bytes) -> None:
+        if incoming is left.link.incoming:
+            sender.turn_clock()
+            if knows == BEFORE:
+                sender.thread.join(PATIENCE_S)
+            else:
+                assert given_up.wait(PATIENCE_S)
+        connect(incoming, first_bytes)
+
+    def attach_and_tell(outgoing: Outgoing, transport: MemoryTransport) -> None:
+        attach(outgoing, transport)
+        if outgoing is left.link.outgoing:
+            attached.set()
+
+    def give_up_late(outgoing: Outgoing, message: LargeMessage) -> bool:
+        given_up.set()
+        if knows == ONCE:
+            assert attached.wait(PATIENCE_S)
+        return give_up(outgoing, message)
+
+    monkeypatch.setattr(Incoming, "connect", connect_while_time_is_up)
+    monkeypatch.setattr(Outgoing, "attach", attach_and_tell)
+    monkeypatch.setattr(Outgoing, "_give_up", give_up_late)
+    counts = [end.link.session.resume() for end in ends]
+    transports = memory_pair(capacity_bytes)
+    left.on_loop(lambda: left.link.attach(transports[0], b"", counts[1]))
+    sender.thread.join(PATIENCE_S)
+    right.on_loop(lambda: right.link.attach(transports[1], b"", counts[0]))
+    return sender
+
+
+@pytest.mark.parametrize("knows", [BEFORE, ONCE])
+def test_what_goes_again_is_as_it_was_when_its_sender_gave_up(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch, knows: str
+) -> None:
+    sender = give_up_in_between(ends, monkeypatch, knows)
+    assert sender.delivery == Delivery.UNKNOWN
+    assert sender.memory[0] == sender.memory[-1] == 8
+    frame = ends[1].frames.get(timeout=PATIENCE_S)
+    assert set(bytes(frame.buffers[0])) == {7}
+
+
+def test_what_another_thread_left_to_a_sender_that_gives_up_is_sent(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right = ends
+    written = LargeMessage.written
+
+    def meanwhile(message: LargeMessage) -> None:
+        other = threading.Thread(target=left.link.outgoing.send, args=(small(9),))
+        other.start()
+        other.join(PATIENCE_S)  # it found the write lock taken
+        written(message)
+
+    monkeypatch.setattr(LargeMessage, "written", meanwhile)
+    give_up_in_between(ends, monkeypatch, ONCE, capacity_bytes=1 << 20)
+    assert [right.next(), right.next()] == [7, 9]
 
 
 def test_who_waits_for_a_connection_waits_no_longer_than_asked(ends: tuple[End, End]) -> None:

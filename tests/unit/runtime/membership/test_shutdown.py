@@ -8,15 +8,15 @@ from collections import deque
 from collections.abc import Callable
 
 from tests.kit.clock import Clock
+from tests.kit.waiting import PATIENCE_S
 
 from farcall.ids import WorkerInfo
-from farcall.protocol.departure import DepartureMessage
+from farcall.protocol.departure.events import DepartureMessage
 from farcall.protocol.messages import DepartureProbe, DepartureReleased, DepartureReport
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.membership.shutdown import Leaving
 from farcall.runtime.peers.peer import Peer
 
-LONG_S = 60.0
 OTHER = Peer(WorkerInfo("w1", 1), 5, 1)
 
 
@@ -34,7 +34,7 @@ class StillLoop:
         self.asked.set()
 
     def run(self) -> None:
-        assert self.asked.wait(LONG_S)
+        assert self.asked.wait(PATIENCE_S)
         while self.soon:
             self.soon.popleft()()
 
@@ -53,7 +53,8 @@ class Leaver:
             {0: "w0", 1: "w1"},
             self.loop,  # type: ignore[arg-type]
             lambda: (self.in_flight, self.activity),
-            lambda rank, message: self.sent.append((rank, message)),
+            send=lambda rank, message: self.sent.append((rank, message)),
+            neighbours=lambda: [1],
         )
         self.result: list[tuple[str, ...]] = []
         self.thread = threading.Thread(target=lambda: self.result.append(self.leaving.enter(timeout_s)), daemon=True)
@@ -64,11 +65,11 @@ class Leaver:
         self.says_ready(self.other, round_number)
 
     def says_ready(self, peer: Peer, round_number: int, sequence: int = 0) -> None:
-        report = DepartureReport(sequence or round_number + 1, round_number, True, 0, 3, [], False)
+        report = DepartureReport(sequence or round_number + 1, round_number, [1], True, 3, [], 0, False)
         self.leaving.on_message(peer, report)
 
     def finished(self) -> tuple[str, ...]:
-        self.thread.join(LONG_S)
+        self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
         return self.result[0]
 
@@ -116,7 +117,14 @@ def test_busy_member_waits_until_poked() -> None:
 
 def test_poke_costs_nothing_while_nobody_leaves() -> None:
     loop = StillLoop()
-    leaving = Leaving(0, {0: "w0"}, loop, lambda: (0, 0), lambda rank, message: None)  # type: ignore[arg-type]
+    leaving = Leaving(
+        0,
+        {0: "w0"},
+        loop,  # type: ignore[arg-type]
+        lambda: (0, 0),
+        send=lambda rank, message: None,
+        neighbours=list,
+    )
     leaving.poke()
     assert loop.clock.due == NEVER
 

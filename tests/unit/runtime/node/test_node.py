@@ -20,7 +20,7 @@ def test_a_start_without_descriptors_leaves_nothing_behind(monkeypatch: pytest.M
     users = sigint._state.users
     with pytest.raises(OSError, match="too many"):
         node.start()
-    assert sigint.of_thread().sealed == 0, "Ctrl-C would be held back for good"
+    assert sigint.here.guard.sealed == 0, "Ctrl-C would be held back for good"
     assert sigint._state.users == users
     assert set(current.STARTED) == started, "a forked child would close what there is not"
     assert repr(node) == "<Node 'w0': ended>"

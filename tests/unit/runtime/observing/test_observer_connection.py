@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from tests.kit.clock import Clock
+from tests.kit.memory_transport import MemoryTransport, memory_pair
 
 from farcall.protocol.observing import Ask, encode_framed
 from farcall.runtime.observing import observer_connection
@@ -15,7 +16,6 @@ from farcall.runtime.observing.observer_connection import (
     QUESTIONS_PER_S,
     ObserverConnection,
 )
-from farcall.transport.memory import MemoryTransport, memory_pair
 
 
 class Loop:

@@ -9,10 +9,12 @@ import pytest
 
 from farcall.channel.segment_map import SegmentMap
 from farcall.channel.shared_memory import SegmentPool
+from farcall.errors import Delivery, PeerDead
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
 from farcall.protocol.chunks import Instead
-from farcall.protocol.frames import REQUEST, RESPONSE, Frame, FrameDecoder
+from farcall.protocol.frame_decoder import FrameDecoder
+from farcall.protocol.frames import REQUEST, RESPONSE, Frame
 from farcall.runtime.peers.peer import WORTH_RELEASING_BYTES, RemotePeer
 
 SIZE_BYTES = 4096
@@ -62,7 +64,9 @@ def memory_file() -> int:
 
 
 def peer_with(segments: SegmentMap | None, descriptors: list[int]) -> tuple[RemotePeer, Link]:
-    peer = RemotePeer(WorkerInfo("other", 1), "1f", True, lambda write: write(), WorkerInfo("me", 0), lambda *_: None)
+    peer = RemotePeer(
+        WorkerInfo("other", 1), 0x1F, 1, lambda write: write(), WorkerInfo("me", 0), lambda *_: None, lambda peer: None
+    )
     if segments is not None:
         peer.share(SegmentPool(1 << 20), segments)
     link = Link(descriptors)
@@ -144,3 +148,14 @@ def test_device_memory_lent_for_a_message_that_a_break_has_lost_is_free_again(ki
     assert devices.taken_back == []
     kept[0]()
     assert devices.taken_back == [ticket]
+
+
+@pytest.mark.parametrize("delivery", [Delivery.NOT_SENT, Delivery.UNKNOWN])
+def test_a_call_that_finds_the_link_of_a_leaving_peer_closed_is_told_how_it_left(delivery: Delivery) -> None:
+    """Its Goodbye came after the call had looked whether the peer leaves."""
+    peer, _ = peer_with(None, [])
+    peer.leaving, peer.farewell = True, messages.FORGOT_SHUTDOWN
+    error = peer.lost(delivery)
+    assert isinstance(error, PeerDead)
+    assert str(error).startswith("other ended without shutdown()")
+    assert (error.worker, error.delivery) == (peer.info, delivery)

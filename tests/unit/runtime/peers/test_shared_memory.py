@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -36,3 +39,35 @@ def test_a_block_that_the_peer_is_owed_carries_the_answer_and_is_owed_again_if_t
     assert ours.total_bytes == 0
     theirs.close()
     ours.close()
+
+
+class FakePeer:
+    """A peer to whom the I/O thread sends; keeps the name of the file behind each descriptor that it is sent."""
+
+    def __init__(self) -> None:
+        self.offered: list[str] = []
+        self.info = SimpleNamespace(name="peer")
+        outgoing = SimpleNamespace(queue=SimpleNamespace(down=False), send_with_descriptor=self.send_with_descriptor)
+        self.link = SimpleNamespace(on_io_thread=lambda: True, broken=None, outgoing=outgoing)
+
+    def send_with_descriptor(self, data: bytes, descriptor: int, *_: object) -> None:
+        self.offered.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def control(self, message: Any) -> None:
+        pass
+
+
+def test_a_segment_whose_offer_a_worker_is_to_send_is_not_given_up_before() -> None:
+    pool = SegmentPool(4 << 20, segment_bytes=2 << 20)
+    peer, later = FakePeer(), list[Callable[[], None]]()
+    sender = SharedMemorySender(peer, pool, SegmentMap(), later.append)  # type: ignore[arg-type]
+    placed: list[memoryview | Ticket] = []
+    sender.place([memoryview(bytearray(SHARED_BYTES))], placed, NEVER, may_give_back=False)
+    [send] = later
+    meanwhile = pool.allocate(4 << 20)  # there would be room for it without the segment that is being offered
+    send()
+    assert [file.split()[0] for file in peer.offered] == ["/memfd:farcall-1"]
+    assert meanwhile is None
+    assert pool.allocate(4 << 20) is not None
+    assert pool.offer(1, sender) is None  # it is gone, as it is where the peer was lost meanwhile
+    pool.close()

@@ -19,8 +19,8 @@ from farcall.runtime.io import bounded_call
 from farcall.runtime.rendezvous.contacts import Contacts as ContactList
 from farcall.runtime.rendezvous.contacts import Group
 from farcall.runtime.rendezvous.dynamic import Meeting, Search, is_there
+from farcall.runtime.rendezvous.meeting_place import MeetingPlace
 from farcall.runtime.rendezvous.records import Proofs, Records
-from farcall.runtime.rendezvous.store import MeetingPlace
 from farcall.secret import Secret
 
 ME = Member("me", 1, 0x4F)

@@ -21,13 +21,14 @@ from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers, Wron
 from farcall.node import Node
 from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.protocol.member import Member, new_incarnation
-from farcall.runtime.io import bounded_call as patience
-from farcall.runtime.rendezvous import patience as telling
+from farcall.runtime.io import bounded_call
+from farcall.runtime.rendezvous import missing_notice
 from farcall.runtime.rendezvous import static as meeting
 from farcall.runtime.rendezvous import store as stores
 from farcall.runtime.rendezvous.agreement import Abandoned, Formed, Membership, Slot, as_text
+from farcall.runtime.rendezvous.dynamic import Meeting
+from farcall.runtime.rendezvous.meeting_place import MeetingPlace, find_meeting_place
 from farcall.runtime.rendezvous.records import Proofs, Records, secret_of
-from farcall.runtime.rendezvous.store import find_meeting_place
 from farcall.secret import Secret
 
 PLACE = "file:///nowhere/in/particular"
@@ -77,17 +78,20 @@ def joined(futures: list[Future[Membership]]) -> list[Membership]:
 # ---------------------------------------------------------------- agreement
 
 
+@pytest.mark.parametrize("is_launched", [False, True])
 def test_who_waits_is_told_for_whom_and_once(
-    store: Any, start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: Any, start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_launched: bool
 ) -> None:
-    monkeypatch.setattr(telling, "SPEAK_AFTER_S", 0.0)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(is_launched))
+    monkeypatch.setattr(missing_notice, "SPEAK_AFTER_S", 0.0)
     first = start("w0", 0, 3)
     wait_until(lambda: "waits at" in caplog.text)
     joined([first, start("w1", 1, 3), start("w2", 2, 3)])
     told = [record.getMessage() for record in caplog.records if "rank 0 of 3" in record.getMessage()]
     assert len(told) == 1
     assert "for rank 1, rank 2, " in told[0]
-    assert "`farcall run --workers 3 PROGRAM`" in told[0]
+    assert ("`farcall run --workers 3 PROGRAM`" in told[0]) is not is_launched
+    assert ("What started this one" in told[0]) is is_launched
 
 
 @pytest.mark.parametrize("size", [1, 2, 16])
@@ -307,6 +311,23 @@ def test_a_record_counts_only_under_its_own_key(store: Any, start: Any) -> None:
     assert isinstance(settle([start("b", 1, 2, 60, secret=secret)])[0], WrongSecret)
 
 
+def test_of_two_successors_of_one_member_later_ones_find_both(
+    store: Any, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only one of them is let in, and that need not be the one that wrote last."""
+    joined([start("a", 0, 2), start("b", 1, 2)])
+    asked: list[list[str]] = []
+
+    def is_there(found: Meeting, *_: object) -> bool:
+        asked.append([member.name for member in found.members])
+        return True
+
+    monkeypatch.setattr(meeting, "is_there", is_there)
+    settle([start("let in", 1, 2), start("too late", 1, 2)])
+    settle([start("next", 0, 2)])
+    assert sorted(asked[-1]) == ["b", "let in", "too late"]
+
+
 # ---------------------------------------------------------------- absence
 
 
@@ -371,7 +392,7 @@ def test_a_store_that_breaks_is_opened_again(monkeypatch: pytest.MonkeyPatch, st
                 raise RuntimeError("Connection was likely closed\nand a long stack")
             return getattr(broken, name)
 
-    def open_store(place: stores.MeetingPlace, *_: object) -> Any:
+    def open_store(place: MeetingPlace, *_: object) -> Any:
         if place.rank == 1:
             opened.append(1)
             if len(opened) == 1:
@@ -402,7 +423,7 @@ def test_a_store_that_hangs_is_told_in_time(monkeypatch: pytest.MonkeyPatch, sta
 
     monkeypatch.setattr(meeting, "open_store", open_store)
     monkeypatch.setattr(meeting, "_LATE_S", 0.0)
-    monkeypatch.setattr(patience, "GRACE_S", 0.2)
+    monkeypatch.setattr(bounded_call, "GRACE_S", 0.2)
     try:
         with pytest.raises(InitError, match="does not answer"):
             start("b", 1, 2, 0.3).result(2 * LONG_S)
@@ -476,7 +497,7 @@ def test_who_waits_writes_nothing_while_no_rank_is_contested(
 def test_in_a_crowd_only_rank_0_looks_at_all_slots(
     store: Any, start: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(telling, "SPEAK_AFTER_S", 0.0)
+    monkeypatch.setattr(missing_notice, "SPEAK_AFTER_S", 0.0)
     monkeypatch.setattr(meeting, "_CROWD", 2)
     counted = Counted(store)
     monkeypatch.setattr(meeting, "open_store", lambda place, *_: counted if place.rank == 1 else store)

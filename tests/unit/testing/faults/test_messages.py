@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from farcall.ids import ForkId, RefId
 from farcall.protocol import messages
+from farcall.protocol.frame_decoder import FrameDecoder, FrameError
 from farcall.protocol.frames import (
     CONTROL,
     FAILURE,
@@ -15,8 +16,6 @@ from farcall.protocol.frames import (
     REQUEST,
     RESPONSE,
     Frame,
-    FrameDecoder,
-    FrameError,
     Ticket,
     encode_frame,
     encode_small,
@@ -78,7 +77,7 @@ def test_bytes_that_start_no_frame_are_an_error():
     [
         (frame(), {"request", "call"}),
         (frame(flags=KEEP), {"request", "create"}),
-        (encode_small(REQUEST, 0, 1, b"pfarcall.rpc.owner_methods\0fetch", b"", b""), {"request", "fetch"}),
+        (encode_small(REQUEST, 0, 1, b"pfarcall.rpc.owned_values\0fetch", b"", b""), {"request", "fetch"}),
         (frame(RESPONSE), {"response"}),
         (frame(FAILURE), {"failure"}),
         (control(Register([])), {"control", "Register"}),

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
+from tests.kit.memory_transport import memory_pair
 
 from farcall.protocol.frames import REQUEST, Frame
 from farcall.runtime.peers.interference import find_interference
 from farcall.serialize import encode_function
 from farcall.testing.faults import Drop, Faults
-from farcall.transport.memory import memory_pair
 
 
 @dataclass

@@ -1,6 +1,7 @@
 // The page: asks for the latest state, about once a second, and shows it. It can change nothing in the cluster.
 import { Chart } from "./charts.js";
 import { Matrix } from "./matrix.js";
+import { CALLS, CHANNELS, FUNCTIONS, WAITING, WEIGHTS, WORKERS, cells, heads, isBad, isFull, isWell, table } from "./tables.js";
 import { clock, count, duration, fill, make, size } from "./words.js";
 
 const MOST_POINTS = 600;
@@ -79,12 +80,6 @@ function showTiles() {
   find("tiles").replaceChildren(...tiles.map(([title, value, bad]) => make("div", { class: bad ? "tile bad" : "tile" }, make("span", {}, title), make("strong", {}, value))));
 }
 
-const isWell = (name) => name === "running" || name === "serving"; // it waits in shutdown() for the others
-const isBad = (worker) => worker.state === "gone" || worker.state === "unresponsive" || worker.state === "expelled";
-
-// Calls wait while every thread is in a function that does not wait for a call itself.
-const isFull = (worker) => worker.queued > 0 && worker.busy - worker.parked >= worker.threads;
-
 function showHealth() {
   const by = new Map();
   for (const worker of state.workers) by.set(worker.state, (by.get(worker.state) ?? 0) + 1);
@@ -116,28 +111,6 @@ function workerTitle(worker) {
 
 // ------------------------------------------------------------------ tables
 
-const COLUMNS = [
-  ["rank", "rank", (worker) => worker.rank],
-  ["name", "worker", (worker) => worker.name, "name"],
-  ["state", "state", (worker) => worker.state, "text", (worker) => (isBad(worker) ? "bad" : isWell(worker.state) ? "" : "warn")],
-  ["cpus", "cpu", (worker) => (worker.cpus === undefined ? "" : `${Math.round(100 * worker.cpus)} %`)],
-  ["memory", "memory", (worker) => (worker.memory ? size(worker.memory) : "")],
-  ["calls", "calls/s", (worker) => count(worker.calls)],
-  ["served", "served/s", (worker) => count(worker.served)],
-  ["p50", "median", (worker) => duration(worker.p50)],
-  ["p99", "99 %", (worker) => duration(worker.p99)],
-  ["errors_in_all", "errors", (worker) => count(worker.errors_in_all), "", (worker) => (worker.errors_in_all ? "bad" : "")],
-  ["sent", "out/s", (worker) => size(worker.sent)],
-  ["received", "in/s", (worker) => size(worker.received)],
-  ["in_flight", "made/served", (worker) => (worker.threads === undefined ? "" : `${count(worker.in_flight)}/${count(worker.serving)}`)],
-  ["queued", "queued", (worker) => count(worker.queued), "", (worker) => (isFull(worker) ? "warn" : "")],
-  ["busy", "threads", (worker) => (worker.threads === undefined ? "" : `${worker.busy}/${worker.threads}`)],
-  ["owned", "refs", (worker) => (worker.threads === undefined ? "" : `${count(worker.owned)}/${count(worker.used)}`)],
-  ["contexts", "contexts", (worker) => count(worker.contexts)],
-  ["reconnects", "reconnects", (worker) => count(worker.reconnects)],
-  ["host", "host", (worker) => worker.host ?? "", "text"],
-];
-
 function showWorkers() {
   const wanted = find("worker-filter").value.trim().toLowerCase();
   const matching = state.workers.filter((worker) => !wanted || [worker.name, worker.host, worker.state].some((text) => (text ?? "").toLowerCase().includes(wanted)));
@@ -147,41 +120,17 @@ function showWorkers() {
     return (sorting.down ? -order : order) || one.rank - other.rank;
   });
   find("worker-shown").textContent = matching.length === state.workers.length ? `${matching.length} workers` : `${matching.length} of ${state.workers.length} workers`;
-  const head = make("thead", {}, make("tr", {}, ...COLUMNS.map(([key, title, , kind]) => make("th", { "data-sort": key, class: kind === "name" || kind === "text" ? "text" : "", "aria-sort": sorting.key === key ? (sorting.down ? "descending" : "ascending") : false }, title))));
+  const head = heads(WORKERS, (column) => ({ "data-sort": column.key, "aria-sort": sorting.key === column.key ? (sorting.down ? "descending" : "ascending") : false }));
   const body = make("tbody", {}, ...sorted.map((worker) => {
-    const cells = COLUMNS.map(([, , read, kind, mark]) => make("td", { class: [kind ?? "", mark ? mark(worker) : ""].join(" ").trim() }, String(read(worker) ?? "")));
-    if (isBad(worker)) cells.splice(3, cells.length - 3, make("td", { class: "why text", colspan: COLUMNS.length - 3 }, worker.why));
-    return make("tr", { "data-worker": worker.name }, ...cells);
+    const row = cells(WORKERS, worker);
+    if (isBad(worker)) row.splice(3, row.length - 3, make("td", { class: "why text", colspan: WORKERS.length - 3 }, worker.why));
+    return make("tr", { "data-worker": worker.name }, ...row);
   }));
   find("worker-table").replaceChildren(head, body);
 }
 
-function table(place, columns, rows, nothing) {
-  if (!rows.length) { place.replaceChildren(make("tbody", {}, make("tr", {}, make("td", { class: "text muted" }, nothing)))); return; }
-  const head = make("thead", {}, make("tr", {}, ...columns.map(([title, , kind]) => make("th", { class: kind === "name" || kind === "text" ? "text" : "" }, title))));
-  const body = make("tbody", {}, ...rows.map((row) => make("tr", {}, ...columns.map(([, read, kind, mark]) => make("td", { class: [kind ?? "", mark ? mark(row) : ""].join(" ").trim(), title: kind === "name" ? read(row) : false }, String(read(row)))))));
-  place.replaceChildren(head, body);
-}
-
-const wrong = (row) => [[row.failed, "failed"], [row.timed_out, "timed out"], [row.lost, "lost"]].filter(([number]) => number).map(([number, how]) => `${count(number)} ${how}`).join(", ");
-const CALLS = [
-  ["function", (row) => row.function, "name"],
-  ["calls", (row) => count(row.calls)],
-  ["median", (row) => duration(row.p50)],
-  ["99 %", (row) => duration(row.p99)],
-  ["errors", (row) => wrong(row), "", (row) => (wrong(row) ? "bad" : "")],
-];
-
 function showFunctions() {
-  table(find("function-table"), [
-    ["function", (row) => row.function, "name"],
-    ["runs/s", (row) => count(row.runs)],
-    ["median", (row) => duration(row.p50)],
-    ["90 %", (row) => duration(row.p90)],
-    ["99 %", (row) => duration(row.p99)],
-    ["threads held", (row) => count(row.threads)],
-    ["failed", (row) => count(row.failed), "", (row) => (row.failed ? "bad" : "")],
-  ], state.functions ?? [], "no function has run since the last look");
+  table(find("function-table"), FUNCTIONS, state.functions ?? [], "no function has run since the last look");
 }
 
 function showMemory() {
@@ -192,22 +141,8 @@ function showMemory() {
     bar.style.width = `${(100 * worker.owned) / most}%`;
     return make("div", {}, make("span", { title: worker.name }, worker.name), make("span", {}, bar), make("span", {}, count(worker.owned)));
   }) : empty("nobody refers to anything")));
-  table(find("channel-table"), [
-    ["channel", (row) => row.channel, "text"],
-    ["ends", (row) => count(row.links)],
-    ["sent/s", (row) => size(row.sent_per_s)],
-    ["sent in all", (row) => size(row.sent)],
-  ], state.channels ?? [], "nothing was sent yet");
-  table(find("weights-table"), [
-    ["name", (row) => row.name, "name"],
-    ["publisher", (row) => row.publisher || (row.closed ? "closed" : "nobody"), "text", (row) => (row.publisher || row.closed ? "" : "bad")],
-    ["version", (row) => row.version],
-    ["size", (row) => size(row.size)],
-    ["pushes/s", (row) => count(row.pushes)],
-    ["copied/s", (row) => size(row.copied)],
-    ["behind", (row) => count(row.behind), "", (row) => (row.behind ? "bad" : "")],
-    ["who has which", (row) => row.who, "text"],
-  ], state.weights ?? [], "nobody publishes weights");
+  table(find("channel-table"), CHANNELS, state.channels ?? [], "nothing was sent yet");
+  table(find("weights-table"), WEIGHTS, state.weights ?? [], "nobody publishes weights");
 }
 
 // ------------------------------------------------------------------ waiting and events
@@ -235,13 +170,7 @@ function showWaiting() {
 
 function showShortWaiting() {
   const calls = (state.waiting ?? []).slice(0, 6);
-  table(find("short-waiting").firstElementChild ?? find("short-waiting").appendChild(make("table")), [
-    ["for", (call) => duration(call.for_s)],
-    ["caller", (call) => call.caller, "text"],
-    ["callee", (call) => call.callee, "text"],
-    ["function", (call) => call.function, "name"],
-    ["there", (call) => call.state, "text"],
-  ], calls, "no call is waiting");
+  table(find("short-waiting").firstElementChild ?? find("short-waiting").appendChild(make("table")), WAITING, calls, "no call is waiting");
 }
 
 const KINDS = {

@@ -1,4 +1,4 @@
-"""Two ends in one process: a transport for tests, without sockets or descriptors.
+"""A transport with both ends in this process, without sockets or descriptors; ``memory:`` is its scheme.
 
 Each direction is a bounded pipe, so a slow reader pushes back just as a kernel buffer does. Knobs make the
 awkward cases common: ``largest_send`` and ``largest_receive`` force partial writes and reads. Hooks stand in
@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from farcall.transport.address import SCHEMES, Scheme
 from farcall.transport.interface import (
     Buffer,
     DialRefused,
@@ -24,6 +25,8 @@ from farcall.transport.interface import (
 )
 
 DEFAULT_CAPACITY_BYTES = 256 * 1024
+FRESH = "memory:"
+"""The address of a listener that is given a name of its own."""
 
 
 class _Pipe:
@@ -222,8 +225,8 @@ class MemoryListener(Listener):
 
     __slots__ = ("_on_acceptable", "_waiting", "address", "capacity_bytes")
 
-    def __init__(self, address: str = "memory:", capacity_bytes: int = DEFAULT_CAPACITY_BYTES) -> None:
-        if address == "memory:":
+    def __init__(self, address: str = FRESH, capacity_bytes: int = DEFAULT_CAPACITY_BYTES) -> None:
+        if address == FRESH:
             address += secrets.token_hex(8)
         self.address: str = address
         self.capacity_bytes: int = capacity_bytes
@@ -272,3 +275,6 @@ def dial_memory(address: str, timeout_s: float) -> MemoryTransport:
         near, far = memory_pair(listener.capacity_bytes, address.removeprefix("memory:"))
     listener.offer(far)
     return near
+
+
+SCHEMES["memory"] = Scheme(dial_memory, MemoryListener)

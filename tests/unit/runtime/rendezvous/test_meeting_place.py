@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from farcall.errors import BadRank
-from farcall.runtime.rendezvous.store import find_meeting_place
+from farcall.runtime.rendezvous.meeting_place import find_meeting_place
 
 ENV = {"MASTER_ADDR": "host", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "4"}
 
