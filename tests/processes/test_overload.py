@@ -35,13 +35,19 @@ def slow(name: str) -> str:
     return name
 
 
-def wait_until_overloaded(when: str) -> None:
-    """On w0: both others were told that the queue is full, or somebody was refused."""
+def record_refusals(when: str) -> list[Any]:
+    """On w0: the requests that are refused from now on."""
     node = api.current_runtime()
     refused: list[Any] = []
     if when == "fail":
         refuse = node.dispatcher.refuse
         node.dispatcher.refuse = lambda *request: (refused.append(request), refuse(*request))[1]  # type: ignore[method-assign]
+    return refused
+
+
+def wait_until_overloaded(refused: list[Any]) -> None:
+    """On w0: both others were told that the queue is full, or somebody was refused."""
+    node = api.current_runtime()
     give_up_at = time.monotonic() + LONG_S
     while len(node.admission._told) < FLOODERS and not refused:
         assert time.monotonic() < give_up_at, "nobody was told, and nobody refused"
@@ -63,9 +69,14 @@ def outcome_of(waits: list[Callable[[], str]]) -> Outcome:
 def flood(rank: int, way: str, when: str, more: dict[str, Any]) -> Outcome:
     """w1 and w2 call w0; each tells what became of its calls, and w0 what ran."""
     outcome: Outcome = ([], [])
+    everybody = [f"w{i}" for i in range(FLOODERS + 1)]
+    refused: list[Any] = []
     if rank == 0:
         executor.MOST_EXTRA_THREADS = 0  # one thread, even while that is blocked
-        wait_until_overloaded(when)
+        refused = record_refusals(when)
+    farcall.barrier(everybody)  # the flood may be over before w0 gets here
+    if rank == 0:
+        wait_until_overloaded(refused)
         overloaded.set()
     else:
         names = [f"w{rank}-{i}" for i in range(CALLS)]
@@ -73,7 +84,7 @@ def flood(rank: int, way: str, when: str, more: dict[str, Any]) -> Outcome:
             outcome = outcome_of([farcall.rpc_async("w0", slow, (name,), **more).wait for name in names])
         else:
             outcome = outcome_of([farcall.remote("w0", slow, (name,), **more).to_here for name in names])
-    farcall.barrier([f"w{i}" for i in range(FLOODERS + 1)])
+    farcall.barrier(everybody)
     return outcome if rank else (sorted(ran.elements()), [])
 
 

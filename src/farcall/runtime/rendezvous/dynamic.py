@@ -118,7 +118,10 @@ class Candidate(Protocol):
         """If the member ``incarnation`` has dialled us, ask it, as `ask` does; else None."""
 
     def dial(self, dialler: Dialler) -> tuple[Ended, Found]:
-        """Run ``dialler``; the member may dial us at the same time."""
+        """Run ``dialler``; the member may dial us at the same time. A connection goes to `ask` or to `drop`."""
+
+    def drop(self, found: Found) -> None:
+        """Close the connection that `dial` has made: this node does not ask over it."""
 
     def ask(self, dialler: Dialler, transport: Transport, established: Established, deadline: float) -> bool:
         """Ask the member that ``dialler`` has found; False: it went away. Raises if it refuses us."""
@@ -261,10 +264,10 @@ class Search:
             return False
         purpose = found.established.peer.purpose
         if not isinstance(purpose, Listen) or not purpose.admits:
-            found.close()
+            self._candidate.drop(found)
             return False
         if purpose.size != meeting.size:
-            found.close()
+            self._candidate.drop(found)
             raise BadRank(
                 f"{self._me.name} was given {_size_text(meeting.size)}, and {found.established.peer.member.name} "
                 f"{_size_text(purpose.size)}: give every process the same world_size, or none"
@@ -293,6 +296,9 @@ class _Looker:
 
     def dial(self, dialler: Dialler) -> tuple[Ended, Found]:
         return dialler.run()
+
+    def drop(self, found: Found) -> None:
+        found.close()
 
     def ask(self, dialler: Dialler, transport: Transport, established: Established, deadline: float) -> bool:
         transport.close()
@@ -412,6 +418,12 @@ class _Newcomer:
         if found.transport is None:
             connector.joining = None
         return ended, found
+
+    def drop(self, found: Found) -> None:
+        # First: the listener refuses the dialled node while this dial counts as being let in by it, which would be for
+        # good if this node becomes a member without another dial.
+        self._peers.connector.joining = None
+        found.close()
 
     def ask(self, dialler: Dialler, transport: Transport, established: Established, deadline: float) -> bool:
         peers, membership = self._peers, self._membership

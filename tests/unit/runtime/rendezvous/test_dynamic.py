@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ from tests.kit.waiting import wait_until
 
 from farcall.errors import BadRank, MissingPeers, WrongSecret
 from farcall.options import RpcBackendOptions
+from farcall.protocol.connector import Ended, Outcome, Step
+from farcall.protocol.hello import Hello, Listen
 from farcall.protocol.member import Member
 from farcall.runtime.io import bounded_call
+from farcall.runtime.link.dialler import Dialler, Found
 from farcall.runtime.rendezvous.contacts import Contacts as ContactList
 from farcall.runtime.rendezvous.contacts import Group
-from farcall.runtime.rendezvous.dynamic import Meeting, Search, is_there
+from farcall.runtime.rendezvous.dynamic import Meeting, Search, _Newcomer, is_there
 from farcall.runtime.rendezvous.meeting_place import MeetingPlace
 from farcall.runtime.rendezvous.records import Proofs, Records
 from farcall.secret import Secret
@@ -85,6 +89,24 @@ def test_a_store_that_was_never_heard_is_named() -> None:
     found, _ = joining(Contacts(0), [None])
     with pytest.raises(MissingPeers, match=r"127.0.0.1:1: the store is gone: Broken pipe"):
         found.run(monotonic() + 10.0)
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_a_dial_that_led_to_no_sponsor_is_forgotten(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """While it is remembered, the dialled newcomer is refused: for good, if this node becomes a member meanwhile."""
+    closed: list[bool] = []
+    transport: Any = SimpleNamespace(close=lambda: closed.append(True))
+    established: Any = SimpleNamespace(peer=Hello(MEMBER, "cluster", Listen(admits=size > 0, size=size)))
+    reached = Ended(Step.DONE, ""), Found(Outcome.PROVEN, "", transport, established)
+    monkeypatch.setattr(Dialler, "run", lambda _: reached)
+    peers: Any = SimpleNamespace(connector=SimpleNamespace(joining=None), stranger=lambda _: None)
+    meeting = Meeting(PLACE, Contacts(2, MEMBER, ME), None, "cluster", Secret(b"secret"))  # type: ignore[arg-type]
+    newcomer: Any = _Newcomer(meeting, None, None, None, peers)  # type: ignore[arg-type]
+    found = Search(meeting, ME, RpcBackendOptions(init_method=PLACE.url), newcomer)
+    with pytest.raises(BadRank if size else MissingPeers):
+        found.run(monotonic())
+    assert closed
+    assert peers.connector.joining is None
 
 
 FAR = Member("far", 0, 0x3F, ("tcp://far.example:1",))
