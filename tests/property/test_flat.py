@@ -25,7 +25,7 @@ leaves = (
     | st.integers(-(2**63), 2**63 - 1)
     | st.floats()
     | st.text(max_size=5)
-    | st.binary(max_size=5)
+    | st.binary(max_size=60)
     | tensors
 )
 values = st.recursive(
@@ -38,7 +38,7 @@ values = st.recursive(
     max_leaves=8,
 )
 OUT_OF_BAND_BYTES = 48
-"""So small that some of these tensors are buffers."""
+"""So small that some of these tensors and bytes are buffers."""
 
 changes = st.lists(
     st.tuples(st.sampled_from(["set", "insert", "cut"]), st.floats(0, 1), st.integers(0, 255)), max_size=4

@@ -65,7 +65,7 @@ enum { DLPACK_MAJOR = 1, DLPACK_MINOR = 0, CPU = 1 };
 
 /* ------------------------------------------------------------------ the form */
 
-enum { VERSION = 2, MOST_DEPTH = 32, MOST_DIMENSIONS = 64, MOST_TEXT_BYTES = 1 << 16, REQUIRES_GRAD = 1, ALIGNMENT_BYTES = 64 };
+enum { VERSION = 3, MOST_DEPTH = 32, MOST_DIMENSIONS = 64, MOST_TEXT_BYTES = 1 << 16, REQUIRES_GRAD = 1, ALIGNMENT_BYTES = 64 };
 
 /* By the number of a dtype on the wire (rebuild.py): its code and bits in DLPack, and torch's object for it. torch has
    more dtypes than DLPack has codes (int1 to int7): which one a tensor has, only that object says. */
@@ -324,6 +324,17 @@ static int64_t contiguous_bytes(const Described *tensor, unsigned item_bytes)
     return __builtin_mul_overflow(step, (int64_t)item_bytes, &step) ? -1 : step;
 }
 
+/* Takes over the reference to `view`, which may be NULL. */
+static Outcome add_buffer(Writer *writer, PyObject *view)
+{
+    Outcome outcome = WRITTEN;
+    if (view == NULL || (writer->buffers == NULL && (writer->buffers = PyList_New(0)) == NULL) ||
+        PyList_Append(writer->buffers, view) < 0)
+        outcome = FAILED;
+    Py_XDECREF(view);
+    return outcome;
+}
+
 static Outcome write_tensor(Writer *writer, PyObject *tensor)
 {
     Described described;
@@ -395,13 +406,18 @@ static Outcome write_tensor(Writer *writer, PyObject *tensor)
         return add_part(writer, storage, data, (size_t)size);
     PyObject *view = memory_view(storage, data, (Py_ssize_t)size);
     Py_DECREF(storage);
-    if (view == NULL || (writer->buffers == NULL && (writer->buffers = PyList_New(0)) == NULL) ||
-        PyList_Append(writer->buffers, view) < 0) {
-        Py_XDECREF(view);
-        return FAILED;
-    }
-    Py_DECREF(view);
-    return WRITTEN;
+    return add_buffer(writer, view);
+}
+
+static Outcome write_bytes(Writer *writer, PyObject *bytes)
+{
+    Py_ssize_t size = PyBytes_Size(bytes);
+    if ((size_t)size < writer->out_of_band_bytes)
+        return size > MOST_TEXT_BYTES ? NOT_FLAT : put_counted(writer, 'b', size, PyBytes_AsString(bytes), (size_t)size);
+    Outcome outcome = meet(writer, bytes);
+    if (outcome == WRITTEN)
+        outcome = put(writer, 'B', "", 0);
+    return outcome == WRITTEN ? add_buffer(writer, PyMemoryView_FromObject(bytes)) : outcome;
 }
 
 static Outcome write_value(Writer *writer, PyObject *value, int depth);
@@ -479,12 +495,8 @@ static Outcome write_value(Writer *writer, PyObject *value, int depth)
         const char *text = PyUnicode_AsUTF8AndSize(value, &size);
         return text == NULL || size > MOST_TEXT_BYTES ? NOT_FLAT : put_counted(writer, 's', size, text, (size_t)size);
     }
-    if (PyBytes_CheckExact(value)) {
-        Py_ssize_t size = PyBytes_Size(value);
-        if (size > MOST_TEXT_BYTES)
-            return NOT_FLAT;
-        return put_counted(writer, 'b', size, PyBytes_AsString(value), (size_t)size);
-    }
+    if (PyBytes_CheckExact(value))
+        return write_bytes(writer, value);
     if (depth == MOST_DEPTH)
         return NOT_FLAT;
     if (PyTuple_CheckExact(value))
@@ -632,16 +644,23 @@ static Rebuilt *new_rebuilt(int dimensions, size_t data_bytes)
     return rebuilt;
 }
 
+static PyObject *next_buffer(Reader *reader)
+{
+    PyObject *buffer = reader->buffers == Py_None ? NULL : PySequence_GetItem(reader->buffers, reader->next_buffer);
+    if (buffer == NULL) {
+        PyErr_Clear();
+        return malformed("a buffer is missing");
+    }
+    reader->next_buffer++;
+    return buffer;
+}
+
 /* A tensor description over the next buffer of the message, or a copy where torch must not write or expects alignment. */
 static Rebuilt *over_buffer(Reader *reader, int dimensions, size_t size)
 {
-    PyObject *owner = reader->buffers == Py_None ? NULL : PySequence_GetItem(reader->buffers, reader->next_buffer);
-    if (owner == NULL) {
-        PyErr_Clear();
-        malformed("a tensor's buffer is missing");
+    PyObject *owner = next_buffer(reader);
+    if (owner == NULL)
         return NULL;
-    }
-    reader->next_buffer++;
     Py_buffer view;
     Rebuilt *rebuilt = NULL;
     if (PyObject_GetBuffer(owner, &view, PyBUF_SIMPLE) < 0)
@@ -805,6 +824,16 @@ static PyObject *read_text(Reader *reader, char tag)
     return tag == 's' ? PyUnicode_DecodeUTF8(text, size, NULL) : PyBytes_FromStringAndSize(text, size);
 }
 
+static PyObject *read_bytes(Reader *reader)
+{
+    PyObject *buffer = next_buffer(reader);
+    if (buffer == NULL)
+        return NULL;
+    PyObject *bytes = PyBytes_FromObject(buffer);
+    Py_DECREF(buffer);
+    return bytes;
+}
+
 static PyObject *read_value(Reader *reader, int depth)
 {
     if (reader->text == reader->text_end)
@@ -827,6 +856,8 @@ static PyObject *read_value(Reader *reader, int depth)
     case 's':
     case 'b':
         return read_text(reader, tag);
+    case 'B':
+        return read_bytes(reader);
     case 't':
     case 'o':
         return read_tensor(reader, tag == 'o');

@@ -8,6 +8,7 @@
     N T F              None, True, False
     i i64   f f64      numbers
     s u32 utf-8   b u32 bytes
+    B                  bytes, OUT_OF_BAND_BYTES or more: the next buffer of the message
     ( u32 items   [ u32 items   { u32 keys and values     tuple, list, dict; keys are texts and integers
     t u8 u8 u8 i64*n   tensor: dtype (``rebuild.py``), 1 if it requires a gradient, number of dimensions, shape;
                        its elements are the next ones in ``data``, row by row
@@ -15,8 +16,8 @@
     r u32              a tensor that came before: its number among the tensors of the message, from 0
 
 All integers are little-endian. `write_flat` returns None for a value that does not fit: a subclass, another class, a
-tensor with strides, attributes or another device, and a container or storage met twice, whose identity only pickle
-keeps. It does not know frames. Invariant: a reader compares every length with the bytes that are left. (Writer and
+tensor with strides, attributes or another device, and a container, storage or large ``bytes`` met twice, whose identity
+only pickle keeps. It does not know frames. Invariant: a reader compares every length with the bytes that are left. (Writer and
 reader share a file because they are read side by side, and beside their C copies.)
 """
 
@@ -38,7 +39,7 @@ FLAT = ord("F")
 OUT_OF_BAND_BYTES = 64 * 1024
 """From this size on, a tensor's elements are a buffer of the message, which may travel through shared memory."""
 
-_VERSION = 2
+_VERSION = 3
 """The version of the format that ``_speedups.c`` and this file share: a library with another version is not used."""
 _MOST_DEPTH = 32
 _MOST_DIMENSIONS = 64
@@ -103,6 +104,10 @@ class _Writer:
             text.append(_integer.pack(b"i", value))
         elif kind is float:
             text.append(_real.pack(b"f", value))
+        elif kind is bytes and len(value) >= self.out_of_band_bytes:
+            self._meet(value)
+            text.append(b"B")
+            self.buffers.append(memoryview(value))
         elif kind is str or kind is bytes:
             content = value if kind is bytes else value.encode()
             if len(content) > self.most_text_bytes:
@@ -274,6 +279,8 @@ class _Reader:
             case 0x73 | 0x62:  # s, b
                 content = bytes(self.take(self._number(), "a text is cut off"))
                 return content.decode() if tag == 0x73 else content
+            case 0x42:  # B
+                return bytes(self._next_buffer())
             case 0x74 | 0x6F:  # t, o
                 return self._read_tensor(tag == 0x6F)
             case 0x72:  # r
@@ -336,13 +343,16 @@ class _Reader:
     def _take_buffer(self, size: int) -> bytearray | memoryview:
         if not size:
             raise _malformed("a tensor has fewer bytes than its shape says")
-        if self.next_buffer == len(self.buffers):
-            raise _malformed("a tensor's buffer is missing")
-        buffer = self.buffers[self.next_buffer]
-        self.next_buffer += 1
+        buffer = self._next_buffer()
         if len(buffer) != size:
             raise _malformed("a tensor's shape does not fit its buffer")
         return bytearray(buffer) if buffer.readonly else buffer
+
+    def _next_buffer(self) -> memoryview:
+        if self.next_buffer == len(self.buffers):
+            raise _malformed("a buffer is missing")
+        self.next_buffer += 1
+        return self.buffers[self.next_buffer - 1]
 
 
 def _malformed(what: str) -> ValueError:

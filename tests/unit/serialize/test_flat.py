@@ -77,6 +77,7 @@ TAKEN: dict[str, Any] = {
     "complex": torch.tensor([1 + 2j]),
     "a hundred": [torch.full((n,), n) for n in range(100)],
     "out of band": (torch.arange(20_000), torch.ones(2), torch.arange(30_000)),
+    "bytes out of band": (bytes(65_536), [b"x" * 100_000, torch.arange(20_000)], {"last": b"y" * 65_535}),
     "half": torch.ones(3).bfloat16(),
     "tensor twice": [BASE, torch.ones(2), {"again": BASE}, BASE],
     "large tensor twice": (torch.ones(1), LARGE, LARGE),
@@ -92,6 +93,7 @@ LEFT_TO_PICKLE: dict[str, Any] = {
     "too deep": nested(33),
     "cycle": cyclic(),
     "list twice": [[1]] * 2,
+    "large bytes twice": [bytes(65_536)] * 2,
     "views of one storage": (BASE[:1], BASE[2:]),
     "detached": (BASE, BASE.detach()),
     "transposed": BASE.t(),
@@ -280,6 +282,7 @@ def test_a_reducer_of_the_users_for_tensors_is_asked() -> None:
         (b"o\0\0\1\2\0\0\0\0\0\0\0", b""),
         (b"o\0\0\1\0\0\0\0\0\0\0\0", b""),
         (b"t\4\1\0", bytes(8)),
+        (b"B", b""),
     ],
     ids=repr,
 )

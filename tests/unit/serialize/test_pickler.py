@@ -60,7 +60,7 @@ class Point:
         [1.5, True, b"x", bytearray(b"y"), {1, 2}, frozenset({3}), range(3), 1 << 100, 1j],
         {"a": [Point(1, 2), Point], ("t",): ...},
         ["same"] * 3,
-        b"z" * 200_000,
+        b"z" * 50_000,
         [str(i) for i in range(50_000)],
         functools.partial(int, base=2),
     ],
@@ -75,6 +75,12 @@ def test_plain_values(value):
             assert received("101") == 5
         else:
             assert received == value
+
+
+def test_large_bytes():
+    value = [b"z" * 200_000, bytearray(b"y" * 100_000)]
+    assert over_the_wire(value) == value
+    assert over_the_wire(value[0]) == value[0]
 
 
 def test_bound_method_travels_with_its_object():
