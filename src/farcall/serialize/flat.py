@@ -17,8 +17,8 @@
 
 All integers are little-endian. `write_flat` returns None for a value that does not fit: a subclass, another class, a
 tensor with strides, attributes or another device, and a container, storage or large ``bytes`` met twice, whose identity
-only pickle keeps. It does not know frames. Invariant: a reader compares every length with the bytes that are left. (Writer and
-reader share a file because they are read side by side, and beside their C copies.)
+only pickle keeps. It does not know frames. Invariant: a reader compares every length with the bytes that are left.
+(Writer and reader share a file because they are read side by side, and beside their C copies.)
 """
 
 from __future__ import annotations
