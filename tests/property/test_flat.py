@@ -62,7 +62,7 @@ def changed(payload: bytes, steps: list[tuple[str, float, int]]) -> bytes:
 def outcome(read: Any, payload: bytes, buffers: list[bytes]) -> Any:
     met: list[torch.Tensor] = []
     try:
-        value = read(payload, [memoryview(bytearray(buffer)) for buffer in buffers], met)
+        value = read(payload, [memoryview(bytearray(buffer)) for buffer in buffers], met, ["a reference"])
     except (ValueError, RuntimeError) as error:
         return type(error)
     # As bytes: a NaN is not equal to itself.

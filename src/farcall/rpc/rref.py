@@ -45,7 +45,7 @@ from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_runtime
-from farcall.serialize import Encoding, current_decoding, current_encoding, register_reducer
+from farcall.serialize import Encoding, current_decoding, current_encoding, register_reducer, register_references
 
 if TYPE_CHECKING:
     from farcall.protocol.frames import Frame
@@ -380,6 +380,15 @@ def _reduce(rref: RRef[Any], encoding: Encoding) -> Any:
     return _arrived, (index, True) if rref._serial else (index,)
 
 
+def _fork(rref: RRef[Any], peer: Peer | None) -> tuple[Fork, Callable[[], None]] | None:
+    """`_reduce` without pickle, for the usual case: a reference to an object without turns, sent to a peer."""
+    if peer is None or rref._serial:
+        return None
+    references = rref._references
+    fork = references.fork(rref, peer)
+    return fork, lambda: references.withdraw(fork)
+
+
 def _arrived(index: int, serial: bool = False) -> RRef[Any]:
     """Return the reference at ``index`` in the notes of the message that is being decoded."""
     forks = current_decoding().forks
@@ -391,6 +400,7 @@ def _arrived(index: int, serial: bool = False) -> RRef[Any]:
 
 
 register_reducer(RRef, _reduce)
+register_references(RRef, _fork)
 # An extension code in place of a qualified name: the unpickler resolves it by one dict lookup.
 copyreg.add_extension(__name__, "_arrived", _EXTENSION_CODE)
 

@@ -14,7 +14,7 @@ from farcall.serialize.devices import discard, has_devices, withdraw_lent
 from farcall.serialize.failures import decode_failure, encode_failure, in_one_line
 from farcall.serialize.functions import decode_function, encode_function
 from farcall.serialize.pickler import FLAT_FORM, TablePickler, read_value, restrict, takes_long, write_call, write_value
-from farcall.serialize.policy import installed_pickler, register_reducer, use_rpc_pickler
+from farcall.serialize.policy import installed_pickler, register_reducer, register_references, use_rpc_pickler
 from farcall.serialize.recording import RECORDING
 from farcall.serialize.tensors import map_cpu_tensors
 
@@ -39,6 +39,7 @@ __all__ = [
     "map_cpu_tensors",
     "read_value",
     "register_reducer",
+    "register_references",
     "restrict",
     "takes_long",
     "tie",

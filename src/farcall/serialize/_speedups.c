@@ -65,7 +65,7 @@ enum { DLPACK_MAJOR = 1, DLPACK_MINOR = 0, CPU = 1 };
 
 /* ------------------------------------------------------------------ the form */
 
-enum { VERSION = 3, MOST_DEPTH = 32, MOST_DIMENSIONS = 64, MOST_TEXT_BYTES = 1 << 16, REQUIRES_GRAD = 1, ALIGNMENT_BYTES = 64 };
+enum { VERSION = 4, MOST_DEPTH = 32, MOST_DIMENSIONS = 64, MOST_TEXT_BYTES = 1 << 16, REQUIRES_GRAD = 1, ALIGNMENT_BYTES = 64 };
 
 /* By the number of a dtype on the wire (rebuild.py): its code and bits in DLPack, and torch's object for it. torch has
    more dtypes than DLPack has codes (int1 to int7): which one a tensor has, only that object says. */
@@ -157,7 +157,7 @@ typedef struct {
     Seen *seen; /* what may come twice: a hash table without deletions */
     size_t seen_count, seen_room;
     uint32_t tensor_count;
-    PyObject *tensors, *buffers;
+    PyObject *tensors, *buffers, *references, *reference_class;
     size_t out_of_band_bytes;
     char first_text[512];
     Part first_parts[8];
@@ -497,6 +497,12 @@ static Outcome write_value(Writer *writer, PyObject *value, int depth)
     }
     if (PyBytes_CheckExact(value))
         return write_bytes(writer, value);
+    if (writer->references != NULL && (PyObject *)Py_TYPE(value) == writer->reference_class) {
+        Outcome outcome = meet(writer, value);
+        if (outcome == WRITTEN)
+            outcome = put(writer, 'n', "", 0);
+        return outcome == WRITTEN && PyList_Append(writer->references, value) < 0 ? FAILED : outcome;
+    }
     if (depth == MOST_DEPTH)
         return NOT_FLAT;
     if (PyTuple_CheckExact(value))
@@ -534,13 +540,13 @@ static PyObject *joined(Writer *writer)
 
 static PyObject *speedups_write(PyObject *module, PyObject *arguments)
 {
-    PyObject *value, *tensors;
+    PyObject *value, *tensors, *reference_class = Py_None, *references = Py_None;
     Py_ssize_t out_of_band_bytes;
     Writer writer;
-    if (!PyArg_ParseTuple(arguments, "OOn", &value, &tensors, &out_of_band_bytes))
+    if (!PyArg_ParseTuple(arguments, "OOn|OO", &value, &tensors, &out_of_band_bytes, &reference_class, &references))
         return NULL;
-    if (tensors != Py_None && !PyList_CheckExact(tensors)) {
-        PyErr_SetString(PyExc_TypeError, "tensors are collected in a list");
+    if ((tensors != Py_None && !PyList_CheckExact(tensors)) || (references != Py_None && !PyList_CheckExact(references))) {
+        PyErr_SetString(PyExc_TypeError, "tensors and references are collected in lists");
         return NULL;
     }
     writer.text = writer.first_text;
@@ -554,6 +560,8 @@ static PyObject *speedups_write(PyObject *module, PyObject *arguments)
     writer.seen_room = sizeof writer.first_seen / sizeof writer.first_seen[0];
     memset(writer.first_seen, 0, sizeof writer.first_seen);
     writer.tensors = tensors == Py_None ? NULL : tensors;
+    writer.references = references == Py_None ? NULL : references;
+    writer.reference_class = reference_class;
     writer.buffers = NULL;
     writer.out_of_band_bytes = (size_t)out_of_band_bytes;
 
@@ -584,8 +592,8 @@ static PyObject *speedups_write(PyObject *module, PyObject *arguments)
 
 typedef struct {
     const char *text, *text_end, *data, *data_end;
-    PyObject *buffers;
-    Py_ssize_t next_buffer;
+    PyObject *buffers, *references;
+    Py_ssize_t next_buffer, next_reference;
     PyObject *tensors;
     PyObject **made; /* the tensors so far, held: a dict may drop one whose key comes again */
     uint32_t made_count, made_room;
@@ -834,6 +842,17 @@ static PyObject *read_bytes(Reader *reader)
     return bytes;
 }
 
+static PyObject *read_reference(Reader *reader)
+{
+    PyObject *found = reader->references == NULL ? NULL : PySequence_GetItem(reader->references, reader->next_reference);
+    if (found == NULL) {
+        PyErr_Clear();
+        return malformed("a reference is missing in its notes");
+    }
+    reader->next_reference++;
+    return found;
+}
+
 static PyObject *read_value(Reader *reader, int depth)
 {
     if (reader->text == reader->text_end)
@@ -858,6 +877,8 @@ static PyObject *read_value(Reader *reader, int depth)
         return read_text(reader, tag);
     case 'B':
         return read_bytes(reader);
+    case 'n':
+        return read_reference(reader);
     case 't':
     case 'o':
         return read_tensor(reader, tag == 'o');
@@ -877,8 +898,8 @@ static PyObject *read_value(Reader *reader, int depth)
 static PyObject *speedups_read(PyObject *module, PyObject *arguments)
 {
     Py_buffer payload;
-    PyObject *buffers, *tensors;
-    if (!PyArg_ParseTuple(arguments, "y*OO", &payload, &buffers, &tensors))
+    PyObject *buffers, *tensors, *references = NULL;
+    if (!PyArg_ParseTuple(arguments, "y*OO|O", &payload, &buffers, &tensors, &references))
         return NULL;
     PyObject *value = NULL;
     uint32_t text_bytes;
@@ -894,6 +915,7 @@ static PyObject *speedups_read(PyObject *module, PyObject *arguments)
             .data = begin + text_bytes,
             .data_end = end,
             .buffers = buffers,
+            .references = references,
             .tensors = tensors == Py_None ? NULL : tensors,
             .made = reader.first_made,
             .made_room = sizeof reader.first_made / sizeof reader.first_made[0],
@@ -985,8 +1007,8 @@ static PyObject *speedups_setup(PyObject *module, PyObject *arguments)
 static PyMethodDef functions[] = {
     {"setup", speedups_setup, METH_VARARGS, "setup(version, capsule, Tensor, strided, dtypes): to be called once, before the others."},
     {"write", speedups_write, METH_VARARGS,
-     "write(value, tensors, out_of_band_bytes): the payload and its buffers; None where pickle must do it."},
-    {"read", speedups_read, METH_VARARGS, "read(payload, buffers, tensors): the value."},
+     "write(value, tensors, out_of_band_bytes, reference_class, references): the payload and its buffers; None where pickle must do it."},
+    {"read", speedups_read, METH_VARARGS, "read(payload, buffers, tensors, references): the value."},
     {"copy_and_sum", speedups_copy_and_sum, METH_VARARGS,
      "copy_and_sum(target, source, size): copy from one address to another, unless target is 0; the checksum."},
     {NULL, NULL, 0, NULL},

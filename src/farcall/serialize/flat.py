@@ -14,11 +14,12 @@
                        its elements are the next ones in ``data``, row by row
     o u8 u8 u8 i64*n   the same of OUT_OF_BAND_BYTES or more: its elements are the next buffer of the message
     r u32              a tensor that came before: its number among the tensors of the message, from 0
+    n                  a reference: the next one in the notes of the message
 
 All integers are little-endian. `write_flat` returns None for a value that does not fit: a subclass, another class, a
-tensor with strides, attributes or another device, and a container, storage or large ``bytes`` met twice, whose identity
-only pickle keeps. It does not know frames. Invariant: a reader compares every length with the bytes that are left.
-(Writer and reader share a file because they are read side by side, and beside their C copies.)
+tensor with strides, attributes or another device, and a container, reference, storage or large ``bytes`` met twice,
+whose identity only pickle keeps. It does not know frames. Invariant: a reader compares every length with the bytes that
+are left. (Writer and reader share a file because they are read side by side, and beside their C copies.)
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ FLAT = ord("F")
 OUT_OF_BAND_BYTES = 64 * 1024
 """From this size on, a tensor's elements are a buffer of the message, which may travel through shared memory."""
 
-_VERSION = 3
+_VERSION = 4
 """The version of the format that ``_speedups.c`` and this file share: a library with another version is not used."""
 _MOST_DEPTH = 32
 _MOST_DIMENSIONS = 64
@@ -57,6 +58,7 @@ _end = struct.Struct("<IB")
 
 Written = tuple[bytes, list[memoryview] | tuple[()]]
 Tensors = list[torch.Tensor] | None
+References = list[Any] | None
 
 
 class _NotFlat(Exception):
@@ -73,14 +75,25 @@ class _Writer:
         "most_text_bytes",
         "numbers",
         "out_of_band_bytes",
+        "reference_class",
+        "references",
         "seen",
         "tensors",
         "text",
     )
 
-    def __init__(self, tensors: Tensors, out_of_band_bytes: int, most_text_bytes: int = _MOST_TEXT_BYTES) -> None:
+    def __init__(
+        self,
+        tensors: Tensors,
+        out_of_band_bytes: int,
+        most_text_bytes: int = _MOST_TEXT_BYTES,
+        reference_class: type[Any] | None = None,
+        references: References = None,
+    ) -> None:
         self.most_text_bytes = most_text_bytes
         self.out_of_band_bytes = out_of_band_bytes
+        self.reference_class = reference_class
+        self.references = references
         self.text: list[bytes] = []
         self.data: list[bytearray] = []
         self.buffers: list[memoryview] = []
@@ -113,6 +126,10 @@ class _Writer:
             if len(content) > self.most_text_bytes:
                 raise _NotFlat
             text += (_count.pack(b"b" if kind is bytes else b"s", len(content)), content)
+        elif kind is self.reference_class and self.references is not None:
+            self._meet(value)
+            text.append(b"n")
+            self.references.append(value)
         elif depth == _MOST_DEPTH:
             raise _NotFlat
         elif kind is tuple:
@@ -189,9 +206,15 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def write_in_python(value: Any, tensors: Tensors, out_of_band_bytes: int) -> Written | None:
+def write_in_python(
+    value: Any,
+    tensors: Tensors,
+    out_of_band_bytes: int,
+    reference_class: type[Any] | None = None,
+    references: References = None,
+) -> Written | None:
     """See `write_flat`."""
-    writer = _Writer(tensors, out_of_band_bytes)
+    writer = _Writer(tensors, out_of_band_bytes, _MOST_TEXT_BYTES, reference_class, references)
     try:
         writer.write(value)
     except (_NotFlat, RuntimeError, UnicodeEncodeError):  # RuntimeError: torch has no address for this tensor
@@ -241,11 +264,25 @@ def _copied(value: Any, depth: int) -> Any:
 
 
 class _Reader:
-    """One payload being read. Mutable: the three positions, and the list of tensors ``made``."""
+    """One payload being read. Mutable: the four positions, and the list of tensors ``made``."""
 
-    __slots__ = ("buffers", "data_at", "data_end", "made", "next_buffer", "payload", "tensors", "text_at", "text_end")
+    __slots__ = (
+        "buffers",
+        "data_at",
+        "data_end",
+        "made",
+        "next_buffer",
+        "next_reference",
+        "payload",
+        "references",
+        "tensors",
+        "text_at",
+        "text_end",
+    )
 
-    def __init__(self, payload: memoryview, buffers: Sequence[memoryview], tensors: Tensors) -> None:
+    def __init__(
+        self, payload: memoryview, buffers: Sequence[memoryview], tensors: Tensors, references: Sequence[Any]
+    ) -> None:
         self.data_end: int = len(payload) - _end.size
         if self.data_end < 0:
             raise _malformed("its parts are longer than the whole")
@@ -257,6 +294,8 @@ class _Reader:
         self.data_at: int = self.text_end
         self.buffers: Sequence[memoryview] = buffers
         self.next_buffer: int = 0
+        self.references = references
+        self.next_reference: int = 0
         self.made: list[torch.Tensor] = []
         self.tensors = tensors
 
@@ -281,6 +320,11 @@ class _Reader:
                 return content.decode() if tag == 0x73 else content
             case 0x42:  # B
                 return bytes(self._next_buffer())
+            case 0x6E:  # n
+                if self.next_reference >= len(self.references):
+                    raise _malformed("a reference is missing in its notes")
+                self.next_reference += 1
+                return self.references[self.next_reference - 1]
             case 0x74 | 0x6F:  # t, o
                 return self._read_tensor(tag == 0x6F)
             case 0x72:  # r
@@ -359,16 +403,18 @@ def _malformed(what: str) -> ValueError:
     return ValueError(f"the message is malformed: {what}")
 
 
-def read_in_python(payload: bytes | memoryview, buffers: Sequence[memoryview], tensors: Tensors) -> Any:
+def read_in_python(
+    payload: bytes | memoryview, buffers: Sequence[memoryview], tensors: Tensors, references: Sequence[Any] = ()
+) -> Any:
     """See `read_flat`."""
-    reader = _Reader(memoryview(payload), buffers, tensors)
+    reader = _Reader(memoryview(payload), buffers, tensors, references)
     value = reader.read()
     if reader.text_at != reader.text_end or reader.data_at != reader.data_end:
         raise _malformed("there is more of it than it tells of")
     return value
 
 
-def _leave_to_pickle(value: Any, tensors: Tensors, out_of_band_bytes: int) -> None:
+def _leave_to_pickle(value: Any, tensors: Tensors, out_of_band_bytes: int, *_: Any) -> None:
     """Stand in for `write_flat` without compiled code: C pickle is faster than `write_in_python`."""
 
 
@@ -393,13 +439,15 @@ speedups: str = _loaded if isinstance(_loaded, str) else ""
 
 copy_and_sum: Callable[[int, int, int], int] | None = getattr(_loaded, "copy_and_sum", None)
 """A compiled function of `weights/checksums.py`; None without the library."""
-write_flat: Callable[[Any, Tensors, int], Written | None] = _leave_to_pickle if speedups else _loaded.write
-"""``write_flat(value, tensors, out_of_band_bytes)``: the payload and its buffers; None: pickle must write the value.
+write_flat: Callable[..., Written | None] = _leave_to_pickle if speedups else _loaded.write
+"""``write_flat(value, tensors, out_of_band_bytes, reference_class, references)``: the payload and its buffers; None:
+pickle must write the value.
 
-Tensors met are appended to the list ``tensors``, unless that is None.
+Tensors met are appended to the list ``tensors``, unless that is None. Instances of exactly ``reference_class`` are
+appended to the list ``references``; without one, pickle must write them.
 """
 read_flat: Callable[..., Any] = read_in_python if speedups else _loaded.read
-"""``read_flat(payload, buffers, tensors)``: the value. Its large tensors view the buffers.
+"""``read_flat(payload, buffers, tensors, references)``: the value. Its large tensors view the buffers.
 
 Raises:
     ValueError: the payload is malformed.

@@ -41,7 +41,7 @@ from farcall.serialize.devices import DEVICES_FORM, drop_tickets, read_device_ta
 from farcall.serialize.diagnosis import find_culprit
 from farcall.serialize.flat import FLAT, OUT_OF_BAND_BYTES, read_flat, write_copied, write_flat
 from farcall.serialize.functions import forget_names
-from farcall.serialize.policy import REDUCERS
+from farcall.serialize.policy import REDUCERS, REFERENCES
 from farcall.serialize.recording import RECORDING
 from farcall.serialize.spans import SegmentTable, plan
 from farcall.serialize.tensors import reduce_mapped, reduce_other, reduce_tensor
@@ -72,8 +72,9 @@ def write_value(frame: Frame, value: Any, peer: Any = None) -> None:
     tensors: list[torch.Tensor] | None = None if recording is None else []
     reducer = REDUCERS[torch.Tensor]
     if reducer is reduce_tensor or (reducer is reduce_mapped and getattr(peer, "devices", None) is None):
-        written = write_flat(value, tensors, OUT_OF_BAND_BYTES)
-        if written is not None:
+        references: list[Any] | None = [] if INSTALLED.takes_pickles else None
+        written = write_flat(value, tensors, OUT_OF_BAND_BYTES, REFERENCES.kind, references)
+        if written is not None and (not references or _fork_references(frame, references, peer)):
             frame.payload, frame.buffers = written
             if tensors is not None:
                 frame.message_id = recording.record_send(peer, tensors)
@@ -111,6 +112,27 @@ def write_value(frame: Frame, value: Any, peer: Any = None) -> None:
         _idle.append(encoding)
     if tensors is not None:
         frame.message_id = recording.record_send(peer, tensors)
+
+
+def _fork_references(frame: Frame, references: list[Any], peer: Any) -> bool:
+    """Note the forks of a flat payload's references, in order. False: none is noted; pickle does it, or says why."""
+    forks: list[Any] = []
+    undo: list[Callable[[], None]] = []
+    try:
+        for reference in references:
+            forked = REFERENCES.fork(reference, peer)
+            if forked is None:
+                return False
+            forks.append(forked[0])
+            undo.append(forked[1])
+        frame.forks, frame.undo = forks, undo
+    except Exception:
+        return False
+    finally:
+        if len(forks) < len(references):
+            for take_back in reversed(undo):
+                take_back()
+    return True
 
 
 def _write_without_pickle(frame: Frame, value: Any, tensors: list[torch.Tensor] | None, peer: Any) -> None:
@@ -181,7 +203,7 @@ def read_value(frame: Frame, peer: Any = None) -> Any:
         payload = frame.payload
         if payload[-1:] == FLAT_FORM:
             try:
-                return read_flat(payload, frame.buffers, None)
+                return read_flat(payload, frame.buffers, None, frame.forks if INSTALLED.takes_pickles else ())
             except Exception:
                 pass  # read it again below, where errors are explained
         return _read(frame.payload, frame.buffers, frame.forks, peer)
@@ -209,7 +231,7 @@ def _read(
     try:
         form = payload[-1]
         if form == FLAT:
-            return read_flat(payload, buffers, tensors)
+            return read_flat(payload, buffers, tensors, forks if INSTALLED.takes_pickles else ())
         if form == _PLAIN:
             return _loads(payload, buffers=map(_owning, buffers)) if buffers else _loads(payload)
         if form == _CUSTOM[0]:

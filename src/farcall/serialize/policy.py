@@ -1,8 +1,8 @@
 """The choice of serializer: one reducer per class, and a replaceable pickler.
 
-Owns the two registries that other parts of farcall and the user may fill: ``REDUCERS`` (class -> how its
-instances are pickled in a message) and the pickler installed by ``use_rpc_pickler``. It does not know what a
-message looks like, nor any torch type.
+Owns the registries that other parts of farcall and the user may fill: ``REDUCERS`` (class -> how its instances are
+pickled in a message), ``REFERENCES``, and the pickler installed by ``use_rpc_pickler``. It does not know what a message
+looks like, nor any torch type.
 
 Invariant: an installed pickler writes only *functions and arguments of calls*. The message marks its output, so the two
 sides need not install or remove it at the same moment.
@@ -51,6 +51,22 @@ def register_reducer(cls: type[Any], reducer: Reducer) -> None:
     ``current_decoding().peer`` (the sender).
     """
     REDUCERS[cls] = reducer
+
+
+class _References:
+    """The class of references, for which the layer above registers; farcall has one."""
+
+    kind: type[Any] | None = None
+    fork: Callable[[Any, Any], tuple[Any, Callable[[], None]] | None]
+    """``fork(reference, peer)``: the note that stands for it in a message, and its undo; None: pickle must write it."""
+
+
+REFERENCES = _References()
+
+
+def register_references(kind: type[Any], fork: Callable[[Any, Any], tuple[Any, Callable[[], None]] | None]) -> None:
+    """Let instances of exactly ``kind`` travel without pickle, as notes of their message (`flat.py`)."""
+    REFERENCES.kind, REFERENCES.fork = kind, fork
 
 
 def installed_pickler() -> RpcPickler | None:

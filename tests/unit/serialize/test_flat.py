@@ -16,8 +16,11 @@ import torch
 from tests.kit.values import decode, encode
 
 from farcall.errors import SerializationError
-from farcall.serialize import flat
-from farcall.serialize.policy import REDUCERS, register_reducer
+from farcall.protocol.frames import REQUEST, Frame
+from farcall.serialize import flat, read_value, write_value
+from farcall.serialize.allowance import INSTALLED
+from farcall.serialize.pickler import FLAT_FORM
+from farcall.serialize.policy import REDUCERS, REFERENCES, register_reducer
 
 compiled = pytest.mark.skipif(bool(flat.speedups), reason=f"no compiled codec here: {flat.speedups}")
 IMPLEMENTATIONS = [
@@ -296,6 +299,65 @@ def test_malformed_bytes_are_refused(text: bytes, data: bytes, implementation: A
     for cut in (payload[-5:], payload[-3:], b"", b"\xff\xff\xff\xffF"):
         with pytest.raises(ValueError, match="malformed"):
             read(cut, (), None)
+
+
+class Reference:
+    """A class that stands for that of references."""
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_references_travel_as_notes(implementation: Any) -> None:
+    write, read = implementation
+    one, two = Reference(), Reference()
+    met: list[Any] = []
+    payload, buffers = write(("f", [one, torch.ones(2)], {"two": two}), None, 65536, Reference, met)
+    assert met == [one, two]
+    name, (first, _), rest = read(payload, buffers, None, ["note 1", "note 2"])
+    assert (name, first, rest) == ("f", "note 1", {"two": "note 2"})
+    for notes in ((), ["note 1"]):
+        with pytest.raises(ValueError, match="a reference is missing"):
+            read(payload, buffers, None, notes)
+    assert write([one], None, 65536) is None
+    assert write([one], None, 65536, Reference, None) is None
+    assert write([one, one], None, 65536, Reference, []) is None
+
+
+@compiled
+@pytest.mark.parametrize("refusal", [None, LookupError("it is gone")])
+def test_a_reference_that_cannot_be_forked_is_left_to_pickle(
+    monkeypatch: pytest.MonkeyPatch, refusal: Exception | None
+) -> None:
+    undone: list[Any] = []
+
+    def fork(reference: Reference, peer: object) -> Any:
+        if reference is bad:
+            if refusal is not None:
+                raise refusal
+            return None
+        return "note", lambda: undone.append(reference)
+
+    good, bad = Reference(), Reference()
+    monkeypatch.setattr(REFERENCES, "kind", Reference)
+    monkeypatch.setattr(REFERENCES, "fork", fork, raising=False)
+    frame = Frame(REQUEST)
+    write_value(frame, [good])
+    assert frame.forks == ["note"]
+    assert frame.payload[-1:] == FLAT_FORM
+    frame = Frame(REQUEST)
+    write_value(frame, [good, bad])
+    assert undone == [good]
+    assert not frame.forks
+    assert not frame.undo
+    assert frame.payload[-1:] != FLAT_FORM
+
+
+def test_who_takes_no_pickles_takes_no_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = Frame(REQUEST)
+    frame.payload, frame.forks = b"n" + (1).to_bytes(4, "little") + b"F", ["a reference"]
+    assert read_value(frame) == "a reference"
+    monkeypatch.setattr(INSTALLED, "takes_pickles", False)
+    with pytest.raises(SerializationError, match="a reference is missing"):
+        read_value(frame)
 
 
 def test_it_can_be_switched_off() -> None:
