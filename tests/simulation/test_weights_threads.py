@@ -221,6 +221,27 @@ def test_memory_is_given_up_when_the_publisher_ends(cluster: Cluster) -> None:
     assert not reader.weights.subscriptions.borrowed
 
 
+def test_a_block_that_is_given_up_while_it_is_offered_is_not_kept(cluster: Cluster) -> None:
+    publisher, reader = subscribed(cluster)
+    cluster.push(publisher)
+    cluster.unsubscribe(reader)
+    deliver(cluster, VersionPushed)
+    deliver(cluster, VersionTaken)
+    weights, lock = publisher.weights, publisher.weights.lock
+
+    def give_up() -> None:
+        weights.lock = lock
+        cluster.close_publication(publisher)
+        assert weights.blocks.total_bytes == 0
+
+    weights.lock = Interrupted(lock, give_up)  # type: ignore[assignment]
+    publisher.later.pop(0)()  # the offer of the block leaves
+    while cluster.packets:
+        cluster.deliver(0)  # as a link does, in their order
+    cluster.settle()
+    assert not reader.weights.subscriptions.borrowed
+
+
 def test_a_small_name_leaves_the_memory_of_a_large_one_alone(cluster: Cluster) -> None:
     publisher, _ = subscribed(cluster)
     small = publisher.weights.claim("small", {"x": torch.zeros(1)}, keep=2)
