@@ -111,6 +111,23 @@ class _OpenedMemory:
         self.tensor = None
 
 
+class _InUse:
+    """A reference that a transfer uses: as long as this lives, the node does not give it up, even when it leaves.
+
+    Otherwise the owner would free memory that the transfer may still read. Of a member that has left, the owner knows
+    that its transfers may go on (`transfers.py`).
+    """
+
+    __slots__ = ("_rref",)
+
+    def __init__(self, rref: RRef[SharedTensor]) -> None:
+        self._rref = rref
+        rref._references.in_use[id(self)] = rref._fork.fork_id
+
+    def __del__(self) -> None:
+        self._rref._references.in_use.pop(id(self), None)
+
+
 class RemoteTensor:
     """A tensor of another worker, to read and write in place, without a user function that runs there.
 
@@ -291,7 +308,7 @@ class RemoteTensor:
     ) -> bool:
         """Copy between ``local`` and the owner's tensor; False: the engine has failed, and is not used again."""
         transfers = self._rref._references.node.part(Transfers)
-        check, kept = self._check_owner, self._rref
+        check, kept = self._check_owner, _InUse(self._rref)
         done = transfers.copy(opened, local, ranges, write=write, deadline=deadline, keeps=kept, check=check)
         if not done:
             self._transferable = False

@@ -39,9 +39,9 @@ class Rig:
         monkeypatch.setattr(module, "encode_request", lambda *_: None)
         monkeypatch.setattr(module, "ask", self.ask)
         node = SimpleNamespace(timeout_s=DEFAULT_S, part={Transfers: self.transfers}.__getitem__)
-        references = SimpleNamespace(node=node, peer=lambda fork: owner)
+        references = SimpleNamespace(node=node, peer=lambda fork: owner, in_use={})
         owner = Owner()
-        fork = SimpleNamespace(ref=SimpleNamespace(created_on=0, local_id=0))
+        fork = SimpleNamespace(ref=SimpleNamespace(created_on=0, local_id=0), fork_id=0)
         rref: Any = SimpleNamespace(_references=references, _fork=fork, is_owner=lambda: False)
         shape = (1024, 1024)
         self.tensor = RemoteTensor(
