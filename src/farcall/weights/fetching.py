@@ -32,6 +32,7 @@ from farcall.protocol.weights.fetching import (
     Fetching,
     Refused,
     Routed,
+    Unanswered,
 )
 from farcall.protocol.weights.messages import Key
 from farcall.rpc.future import Future, call_async
@@ -224,7 +225,8 @@ class Fetch:
             self._ask(ask)  # the connection broke and was replaced
             return
         except (RpcTimeout, Overloaded):
-            return  # silence: at its deadline the machine asks another source
+            self._handle(Unanswered(chunk, ask.source))
+            return
         except Exception:
             self._handle(Refused(chunk, ask.source))
             return
