@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from tests.kit import memory_engine
 from tests.kit.ports import tcp_url
 from tests.kit.stopping import stop
-from tests.kit.team import team, together
+from tests.kit.team import dynamic_team, team, together
 from tests.kit.times import AT_ONCE_S, LONG_S, PATIENT
 from tests.kit.waiting import wait_until
 
@@ -28,7 +29,9 @@ from farcall import api
 from farcall.channel.nixl_engine import NixlEngine
 from farcall.errors import NetworkError, ReferenceLost, RpcTimeout
 from farcall.options import MemoryOptions, RpcBackendOptions
-from farcall.rpc.transfers import OpenedTensor
+from farcall.rpc.references import NodeReferences
+from farcall.rpc.transfers import OpenedTensor, Transfers
+from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import finish, start_processes, temporary_file_url
 
 ROWS, COLUMNS = 1024, 2048
@@ -135,6 +138,26 @@ def test_a_transfer_ends_at_the_deadline_of_the_read(nodes: list[farcall.Node], 
     record.may_finish.set()
     wait_until(lambda: not record.opened and not record.exported, "all memory closed and given back")
     assert not target.any(), "what comes late is not written to the program's tensor"
+
+
+def test_memory_rests_if_a_reader_leaves_before_its_transfer_is_over(
+    record: memory_engine.Record, tmp_path: Path
+) -> None:
+    memory = MemoryOptions(transfer_engine=memory_engine.NAME)
+    with dynamic_team(2, tmp_path, transports=("tcp",), memory=memory, membership=PATIENT) as nodes:
+        tensor = nodes[0].rpc_sync("w1", share_numbers)
+        record.may_finish.clear()
+        with pytest.raises(RpcTimeout, match="8388608 bytes"):
+            tensor.read_into(torch.empty(ROWS, COLUMNS), timeout=0.2)
+        held.clear()
+        owner = runtime_of(nodes[1])
+        nodes[0].shutdown()
+        wait_until(lambda: not owner.part(NodeReferences).places, "the owner drops the tensor")
+        gc.collect()
+        owner.part(Transfers)._tend()
+        assert record.exported, "the transfer of the one that left may still read it"
+    assert record.engines == 0
+    assert not record.exported
 
 
 def test_the_death_of_the_owner_ends_a_transfer(record: memory_engine.Record) -> None:

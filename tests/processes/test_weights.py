@@ -437,6 +437,25 @@ def test_what_is_to_be_done_later_is_done_though_something_before_it_fails(
     assert "this fails" in caplog.text
 
 
+def test_waiters_hear_that_their_subscription_is_closed(nodes: list[farcall.Node]) -> None:
+    subscription, other = nodes[0].subscribe("shut"), nodes[0].subscribe("shut")
+
+    async def read() -> list[object]:
+        return [version async for version in other]
+
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(subscription.wait, timeout=None)
+        reading = threads.submit(asyncio.run, read())
+        wait_until(lambda: len(subscription._versions._gates) == 2)
+        subscription.close()
+        with pytest.raises(RuntimeError, match="the subscription to 'shut' is closed"):
+            waiting.result(LONG_S)
+        assert not reading.done(), "it waits with another one"
+        other.close()
+        with pytest.raises(RuntimeError, match="the subscription to 'shut' is closed"):
+            reading.result(LONG_S)
+
+
 def test_waiters_hear_that_the_node_ends() -> None:
     with team([None], size=1) as [node]:
         subscription = node.subscribe("never")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 
@@ -19,7 +20,9 @@ from farcall.protocol.weights.fetching import (
     Refused,
     Routed,
     Routes,
+    Unanswered,
 )
+from farcall.weights.fetching import ANSWER_S
 
 LENDER = 1
 SIZES = (5, 0, 3)
@@ -134,6 +137,49 @@ def test_deaths_and_cuts_on_the_way(seed: int) -> None:
     network.run()
     # The lender lives and everybody reaches it: nobody ends without the version.
     assert all(network.outcome[member] == Done() for member in network.members if member not in network.dead)
+
+
+@pytest.mark.parametrize("sources", [[LENDER], [2, LENDER], [3, 2, LENDER]])
+@pytest.mark.parametrize("chunk_s", [0.01, 0.9, 1.1, 1.9, 2.1, 3.0, 7.0])
+def test_a_slow_link_brings_all_of_it(chunk_s: float, sources: list[int]) -> None:
+    """The receiver's link carries one chunk after the other, from whatever source; no call outlives ANSWER_S."""
+    count = 24
+    fetching = Fetching([count], chunk_bytes=1)
+    now, free_at, crossed = 0.0, 0.0, 0
+    asked: list[tuple[float, Ask]] = []  # the answers that wait for the link, and when each was asked for
+    open_calls: dict[int, tuple[float, Ask]] = {}
+    outcome: list[Effect] = []
+
+    def carry_out(effects: list[Effect]) -> None:
+        nonlocal free_at
+        for effect in effects:
+            if isinstance(effect, Ask):
+                free_at = free_at if asked else now + chunk_s
+                asked.append((now, effect))
+                open_calls[id(effect)] = asked[-1]
+            elif isinstance(effect, AskRoute):
+                carry_out(fetching.handle(Routed(sources), now))
+            else:
+                outcome.append(effect)
+
+    carry_out(fetching.start())
+    while not outcome and crossed < 10 * count:
+        times_up = min((at + ANSWER_S for at, _ in open_calls.values()), default=math.inf)
+        now = min(free_at if asked else math.inf, times_up, fetching.next_deadline())
+        if now == times_up:
+            number = next(number for number, (at, _) in open_calls.items() if at + ANSWER_S == now)
+            _, ask = open_calls.pop(number)
+            carry_out(fetching.handle(Unanswered(ask.chunk, ask.source), now))
+        elif asked and now == free_at:
+            _, ask = asked.pop(0)
+            crossed += 1
+            free_at = now + chunk_s
+            if open_calls.pop(id(ask), None) is not None:
+                carry_out(fetching.handle(Came(ask.chunk, ask.source), now))
+        else:
+            carry_out(fetching.handle_deadline(now))
+    assert outcome == [Done()]
+    assert crossed < 3 * count
 
 
 @pytest.mark.parametrize("seed", range(100))

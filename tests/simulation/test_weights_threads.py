@@ -12,10 +12,11 @@ import pytest
 import torch
 from tests.simulation.weights_cluster import NAME, Cluster, Member
 
-from farcall.errors import CorruptWeights
+from farcall.errors import CorruptWeights, NotInitialized
 from farcall.protocol.messages import decode_message, encode_message
 from farcall.protocol.weights import subscriber
 from farcall.protocol.weights.messages import BlockOffered, Claim, VersionPushed, VersionTaken
+from farcall.weights import publication as module
 from farcall.weights.manifest import decode_manifest, encode_manifest
 
 
@@ -219,6 +220,54 @@ def test_memory_is_given_up_when_the_publisher_ends(cluster: Cluster) -> None:
     cluster.settle()
     assert publisher.weights.blocks.total_bytes == 0
     assert not reader.weights.subscriptions.borrowed
+
+
+def test_a_block_that_is_given_up_while_it_is_offered_is_not_kept(cluster: Cluster) -> None:
+    publisher, reader = subscribed(cluster)
+    cluster.push(publisher)
+    cluster.unsubscribe(reader)
+    deliver(cluster, VersionPushed)
+    deliver(cluster, VersionTaken)
+    weights, lock = publisher.weights, publisher.weights.lock
+
+    def give_up() -> None:
+        weights.lock = lock
+        cluster.close_publication(publisher)
+        assert weights.blocks.total_bytes == 0
+
+    weights.lock = Interrupted(lock, give_up)  # type: ignore[assignment]
+    publisher.later.pop(0)()  # the offer of the block leaves
+    while cluster.packets:
+        cluster.deliver(0)  # as a link does, in their order
+    cluster.settle()
+    assert not reader.weights.subscriptions.borrowed
+
+
+@pytest.mark.parametrize("when", ["before it has memory", "while it copies"])
+def test_a_push_in_a_node_that_ends_keeps_no_memory(
+    cluster: Cluster, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, _ = subscribed(cluster)
+    publication, blocks = publisher.publication, publisher.weights.blocks
+    publisher.values = {"x": torch.zeros(300, 200)[::2]}  # not plain: torch copies it, and asks for the block's memory
+    assert publication is not None
+    publication._source = publisher.values
+
+    def end_first(function: Any) -> Any:
+        def ended(*args: Any) -> Any:
+            publisher.die()
+            return function(*args)
+
+        return ended
+
+    if when == "while it copies":
+        monkeypatch.setattr(module, "fill", end_first(module.fill))
+    else:
+        monkeypatch.setattr(publication, "_plan", end_first(publication._plan))
+    with pytest.raises(NotInitialized, match="dead"):
+        publication.push()
+    assert blocks.total_bytes == 0
+    assert all(block.descriptor < 0 for block in blocks._free)
 
 
 def test_a_small_name_leaves_the_memory_of_a_large_one_alone(cluster: Cluster) -> None:

@@ -43,7 +43,10 @@ _DECODER = msgspec.msgpack.Decoder(_Description)
 
 
 class NixlEngine:
-    """NIXL's agent of one node. Mutable, under the lock: the agent, its transfers, and what is open of each peer."""
+    """NIXL's agent of one node.
+
+    Mutable, under the lock: the agent, its transfers, what is open of each peer, and the peers to disconnect from.
+    """
 
     def __init__(self) -> None:
         try:
@@ -53,6 +56,7 @@ class NixlEngine:
         self._lock = threading.Lock()
         self._transfers: set[_Transfer] = set()
         self._opened: Counter[str] = Counter()
+        self._failed: set[str] = set()  # peers to disconnect from, once no transfer with them is under way
         self._agent: Any = nixl.nixl_agent(f"farcall-{secrets.token_hex(8)}", nixl.nixl_agent_config(backends=_UCX))
         # A forked child lacks the agent's thread, and the destructor would wait for it: only `close` ends an agent.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
@@ -148,7 +152,7 @@ class NixlEngine:
         with suppress(Exception):  # a handle that cannot be released now is with the agent
             handle.release()
         self._agent.deregister_memory(transfer.registered, _UCX)
-        if transfer.state != "DONE":
+        if transfer.state != "DONE" or transfer.agent in self._failed:
             self._forget(transfer.agent)
 
     def give_back(self, registered: Any) -> None:
@@ -166,7 +170,15 @@ class NixlEngine:
                 self._forget(agent)
 
     def _forget(self, agent: str) -> None:
-        """Disconnect from a peer: there is no other way to connect anew. Under the lock."""
+        """Disconnect from a peer: there is no other way to connect anew. Under the lock.
+
+        With the last of its transfers: NIXL reports all others as failed at once, and they may go on writing to memory
+        that their callers then free.
+        """
+        if any(transfer.agent == agent for transfer in self._transfers):
+            self._failed.add(agent)
+            return
+        self._failed.discard(agent)
         if self._agent is not None:
             with suppress(Exception):  # it is not known: an earlier failure has had it forgotten
                 self._agent.remove_remote_agent(agent)

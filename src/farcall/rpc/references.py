@@ -26,7 +26,7 @@ from time import monotonic, sleep
 from typing import Any, get_args
 
 from farcall.errors import NetworkError, ReferenceLost, RpcError, RpcTimeout
-from farcall.ids import RefId, WorkerInfo
+from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.frames import Frame
 from farcall.protocol.notes import KEEP, REFUSED, Notes
 from farcall.protocol.references import messages as protocol
@@ -85,6 +85,8 @@ class NodeReferences:
         )
         self.released: ReleasedForks = self._machine.released
         self._values = OwnedValues(node.info)
+        self.in_use: dict[int, ForkId] = {}
+        """Forks that `drop_all` does not give up, by users that destructors remove. Changed without the lock."""
         self.places: dict[RefId, Owned] = self._values.places
         """The values of this node; any thread may look one up without the lock."""
         self._lost: set[int] = set()
@@ -438,7 +440,7 @@ class NodeReferences:
     # ------------------------------------------------------------------ the end, and a look inside
 
     def drop_all(self, timeout_s: float) -> None:
-        """Give up every reference held here, once forks in transit have settled or ``timeout_s`` is over."""
+        """Give up all references here but those in use, once forks in transit have settled or ``timeout_s`` is over."""
         deadline = monotonic() + timeout_s
         with self.node.calls.waiting():
             while self._machine.unsettled and monotonic() < deadline:
@@ -446,7 +448,7 @@ class NodeReferences:
                     freed = self._carry_out(self._machine.handle_deadline(NEVER))
                 dispose(self.node, freed)
                 sleep(0.002)
-        self._tell(protocol.AllDropped())
+        self._tell(protocol.AllDropped(frozenset(list(self.in_use.values()))))
 
     @property
     def unsettled(self) -> int:

@@ -60,6 +60,7 @@ _WORTH_OPENING_BYTES = 1 << 20
 """Smaller tensors go faster by value: a reader of the owner's memory must wait for its copy to end."""
 _FIRST_LOOK_S, _LAST_LOOK_S = 20e-6, 1e-3
 """The first and the longest pause between two polls of the owner's event."""
+_MOMENT_S = 1e-3
 _MOST_OFFERS = 4
 """How often a reader asks for memory that it has not mapped yet, before it asks for the bytes instead."""
 
@@ -79,6 +80,24 @@ def region_of(slices: Slices, shape: Sequence[int]) -> Region:
     return region
 
 
+class _Limit:
+    """The timeout of one read or write, for all of its steps together."""
+
+    __slots__ = ("_seconds", "_timeout", "deadline")
+
+    def __init__(self, timeout: float | None, default_s: float) -> None:
+        self._timeout = timeout
+        self._seconds = (default_s if timeout == UNSET_TIMEOUT else check_timeout(timeout)) or NEVER
+        self.deadline: float = monotonic() + self._seconds
+
+    def left(self) -> float | None:
+        """The timeout of the next call to the owner; the given one, as errors tell it, if no time has passed."""
+        left_s = self.deadline - monotonic()
+        if self.deadline == NEVER or left_s > self._seconds - _MOMENT_S:
+            return self._timeout
+        return max(left_s, _MOMENT_S)  # no seconds at all would mean no limit
+
+
 class _OpenedMemory:
     """Device memory of an owner, opened by a reader. When the owner leaves, the link closes it: ``tensor`` is None."""
 
@@ -90,6 +109,23 @@ class _OpenedMemory:
 
     def close(self) -> None:
         self.tensor = None
+
+
+class _InUse:
+    """A reference that a transfer uses: as long as this lives, the node does not give it up, even when it leaves.
+
+    Otherwise the owner would free memory that the transfer may still read. Of a member that has left, the owner knows
+    that its transfers may go on (`transfers.py`).
+    """
+
+    __slots__ = ("_rref",)
+
+    def __init__(self, rref: RRef[SharedTensor]) -> None:
+        self._rref = rref
+        rref._references.in_use[id(self)] = rref._fork.fork_id
+
+    def __del__(self) -> None:
+        self._rref._references.in_use.pop(id(self), None)
 
 
 class RemoteTensor:
@@ -171,16 +207,17 @@ class RemoteTensor:
         """
         region = region_of(slices, self.shape)
         self._check_shape(target, region, "read into")
+        limit = _Limit(timeout, self._rref._references.node.timeout_s)
         with torch.no_grad():
-            memory = self._memory(timeout)
+            memory = self._memory(limit)
             if memory is not None:
                 target.copy_(part_of(memory, region))
                 self._check_owner()  # mapped memory outlives a dead owner, but is no longer its tensor
-            elif (opened := self._open(target, timeout)) is not None:
+            elif (opened := self._open(target, limit)) is not None:
                 target.copy_(part_of(opened, region), non_blocking=True)
                 self._finish(opened)
             else:
-                target.copy_(self._receive(region, target.shape, timeout))
+                target.copy_(self._receive(region, target.shape, limit))
         return target
 
     def write_from(self, source: torch.Tensor, slices: Slices = None, timeout: float | None = UNSET_TIMEOUT) -> None:
@@ -192,21 +229,22 @@ class RemoteTensor:
             raise RpcError(f"{self!r} is read-only: its owner shares it without writable=True")
         region = region_of(slices, self.shape)
         self._check_shape(source, region, "write")
-        memory = self._memory(timeout)
+        limit = _Limit(timeout, self._rref._references.node.timeout_s)
+        memory = self._memory(limit)
         if memory is not None:
             with torch.no_grad():
                 part_of(memory, region).copy_(source)
             self._check_owner()
-        elif (opened := self._open(source, timeout)) is not None:
+        elif (opened := self._open(source, limit)) is not None:
             with torch.no_grad():
                 part_of(opened, region).copy_(source, non_blocking=True)
             self._finish(opened)
         else:
-            self._send(region, source.detach(), timeout)
+            self._send(region, source.detach(), limit)
 
     # ------------------------------------------------------------------ inside
 
-    def _memory(self, timeout: float | None) -> torch.Tensor | None:
+    def _memory(self, limit: _Limit) -> torch.Tensor | None:
         """The owner's tensor itself, if this process owns it or can map it; None: the bytes must be sent."""
         if self._rref.is_owner():
             return self._rref.local_value().tensor
@@ -218,7 +256,7 @@ class RemoteTensor:
             return None
         for _ in range(_MOST_OFFERS):
             with torch.inference_mode(False):  # an inference tensor could not be written later, outside that mode
-                lent: torch.Tensor | bool = self._ask(lend, (), timeout)
+                lent: torch.Tensor | bool = self._ask(lend, (), limit)
             if isinstance(lent, torch.Tensor):
                 # If the connection broke between the owner's check and its answer, this is a copy, not the memory.
                 if peer.segments.holds(lent.data_ptr()):
@@ -229,31 +267,27 @@ class RemoteTensor:
                 break
         return None
 
-    def _receive(self, region: Region, shape: torch.Size, timeout: float | None) -> torch.Tensor:
+    def _receive(self, region: Region, shape: torch.Size, limit: _Limit) -> torch.Tensor:
         """A part of the tensor, by the transfer engine or by a call."""
         way = self._way(region)
         if way is not None:
-            deadline = self._deadline(timeout)
             # Not the program's own tensor: after a timeout a transfer may go on writing.
             received = torch.empty(shape, dtype=self.dtype, device="cpu")
-            if self._transfer(*way, received, deadline, write=False):
+            if self._transfer(*way, received, limit.deadline, write=False):
                 return received
-            timeout = _left(timeout, deadline)
-        part: torch.Tensor = self._ask(read, (region,), timeout)
+        part: torch.Tensor = self._ask(read, (region,), limit)
         return part
 
-    def _send(self, region: Region, source: torch.Tensor, timeout: float | None) -> None:
+    def _send(self, region: Region, source: torch.Tensor, limit: _Limit) -> None:
         """Write a part of the tensor, by the transfer engine or by a call."""
         way = self._way(region)
         if way is not None:
-            deadline = self._deadline(timeout)
             # A copy: after a timeout the program may change its tensor, and a transfer go on reading.
             copied = torch.empty(source.shape, dtype=self.dtype, device="cpu").copy_(source)
-            if self._transfer(*way, copied, deadline, write=True):
+            if self._transfer(*way, copied, limit.deadline, write=True):
                 return
-            timeout = _left(timeout, deadline)
         peer = self._rref._references.peer(self._rref._fork)
-        self._ask(write, (region, sendable(source.to(self.dtype), peer)), timeout)
+        self._ask(write, (region, sendable(source.to(self.dtype), peer)), limit)
 
     def _way(self, region: Region) -> tuple[OpenedTensor, Ranges] | None:
         """The owner's memory, opened by the transfer engine, and the bytes of a part; None: by a call."""
@@ -274,14 +308,14 @@ class RemoteTensor:
     ) -> bool:
         """Copy between ``local`` and the owner's tensor; False: the engine has failed, and is not used again."""
         transfers = self._rref._references.node.part(Transfers)
-        check, kept = self._check_owner, self._rref
+        check, kept = self._check_owner, _InUse(self._rref)
         done = transfers.copy(opened, local, ranges, write=write, deadline=deadline, keeps=kept, check=check)
         if not done:
             self._transferable = False
         self._check_owner()
         return done
 
-    def _open(self, local: torch.Tensor, timeout: float | None) -> torch.Tensor | None:
+    def _open(self, local: torch.Tensor, limit: _Limit) -> torch.Tensor | None:
         """The owner's tensor on a device, for a copy from or to ``local`` on the current stream; None: go by value."""
         if not self._openable or not local.is_cuda or local.nbytes < _WORTH_OPENING_BYTES:
             return None
@@ -291,30 +325,25 @@ class RemoteTensor:
             return None
         opened = self._opened
         if opened is None or opened.tensor is None:
-            opened = self._opened = self._open_first(peer, node.devices.api, timeout)
+            opened = self._opened = self._open_first(peer, node.devices.api, limit)
             if opened is None:
                 return None
-        elif not self._ask(settle, (), timeout):
+        elif not self._ask(settle, (), limit):
             return None
-        self._wait_for(opened.event, timeout)
+        self._wait_for(opened.event, limit)
         return opened.tensor
 
-    def _wait_for(self, event: Any, timeout: float | None) -> None:
+    def _wait_for(self, event: Any, limit: _Limit) -> None:
         """Wait until the owner's earlier work is done. Poll, since a stream could wait for a dead owner for ever."""
-        deadline = self._deadline(timeout)
         pauses = Backoff(_FIRST_LOOK_S, _LAST_LOOK_S)
         while not event.query():
             self._check_owner()
-            if monotonic() >= deadline:
+            if monotonic() >= limit.deadline:
                 raise RpcTimeout(f"{self!r}: work on the owner's device is not done in time")
             time.sleep(pauses.next_s())
 
-    def _deadline(self, timeout: float | None) -> float:
-        seconds = self._rref._references.node.timeout_s if timeout == UNSET_TIMEOUT else check_timeout(timeout)
-        return monotonic() + (seconds or NEVER)
-
-    def _open_first(self, peer: Peer, api: DeviceApi, timeout: float | None) -> _OpenedMemory | None:
-        lent: tuple[Any, ...] | bool = self._ask(lend_memory, (), timeout)
+    def _open_first(self, peer: Peer, api: DeviceApi, limit: _Limit) -> _OpenedMemory | None:
+        lent: tuple[Any, ...] | bool = self._ask(lend_memory, (), limit)
         if isinstance(lent, bool):
             self._openable = lent
             return None
@@ -348,16 +377,11 @@ class RemoteTensor:
         if tuple(tensor.shape) != shape:
             raise ValueError(f"cannot {what} a tensor of shape {tuple(tensor.shape)}: the part asked for has {shape}")
 
-    def _ask(self, function: Any, arguments: tuple[Any, ...], timeout: float | None) -> Any:
+    def _ask(self, function: Any, arguments: tuple[Any, ...], limit: _Limit) -> Any:
         ref = self._rref._fork.ref
         peer = self._rref._references.peer(self._rref._fork)
         frame = encode_request(peer, function, (ref.created_on, ref.local_id, *arguments), None)
-        return ask(self._rref, peer, function, frame, timeout)
-
-
-def _left(timeout: float | None, deadline: float) -> float | None:
-    """The timeout of a second attempt. At least a moment: no seconds at all would mean no limit."""
-    return timeout if deadline == NEVER else max(deadline - monotonic(), 1e-3)
+        return ask(self._rref, peer, function, frame, limit.left())
 
 
 def _arrived(

@@ -8,8 +8,9 @@ Owns when memory may be taken back: an engine copies without asking the owner, a
     a transfer whose caller    with its local memory and the    the engine says that it is over
     stopped waiting            reference to the owner's
 
-A reader keeps its reference while a transfer runs, so the owner's memory stays; memory that a lost reader may still
-read rests. Destructors only queue what they end; worker threads do the rest. When the node ends, so does the engine.
+A reader keeps its reference while a transfer runs, even when it leaves, so the owner's memory stays; memory that a
+lost reader, or one that has left, may still read rests. Destructors only queue what they end; worker threads do the
+rest. When the node ends, so does the engine.
 """
 
 from __future__ import annotations

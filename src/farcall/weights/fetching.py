@@ -32,6 +32,7 @@ from farcall.protocol.weights.fetching import (
     Fetching,
     Refused,
     Routed,
+    Unanswered,
 )
 from farcall.protocol.weights.messages import Key
 from farcall.rpc.future import Future, call_async
@@ -68,7 +69,7 @@ class Fetch:
     """The transfer of one version to this node.
 
     Mutable, under the lock: the machine, the callbacks that wait for chunks, the time of the next request for a route,
-    and the two flags of the end.
+    the contents that were mapped instead, and the two flags of the end.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Fetch:
         self._waiting: list[tuple[Chunk | None, Callable[[], None]]] = []
         self._avoided: tuple[int, ...] = ()
         self._again_at = NEVER  # when to ask for a route again
+        self._borrowed: Borrowed = {}  # whose own blocks are given back when the fetch ends
         self._is_over = False  # no further request or write
         self._is_settled = False  # and `Contents` has the result, or the fetch was stopped
 
@@ -224,7 +226,8 @@ class Fetch:
             self._ask(ask)  # the connection broke and was replaced
             return
         except (RpcTimeout, Overloaded):
-            return  # silence: at its deadline the machine asks another source
+            self._handle(Unanswered(chunk, ask.source))
+            return
         except Exception:
             self._handle(Refused(chunk, ask.source))
             return
@@ -261,8 +264,9 @@ class Fetch:
             if self._is_over:
                 return
             self._is_over = True
+            self._borrowed = borrowed or {}
         try:
-            self._on_end(error, borrowed or {})
+            self._on_end(error, self._borrowed)
         finally:
             # `_on_end` has handed the bytes to `Contents` before this fetch stops serving them: readers see no gap.
             self._fetcher.forget(self)
@@ -275,7 +279,7 @@ class Fetch:
     def read(self, content: Content, offset: int, size: int) -> bytearray | None:
         """A copy of a chunk that has arrived already."""
         with self._lock:
-            if self._is_settled or content not in self.arriving.missing:
+            if self._is_settled or content not in self.arriving.missing or content in self._borrowed:
                 return None
             if not self._machine.has(Chunk(self._contents.index(content), offset, size)):
                 return None

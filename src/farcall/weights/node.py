@@ -158,6 +158,15 @@ class Weights:
         self._carry_out_publisher(publication, effects)
         return version
 
+    def take_block(self, size: int, device: int) -> Block:
+        """A block to fill; raises if this node has ended.
+
+        Check and take under one lock: `_on_ended` has closed all blocks, and nobody would close one that is made later.
+        """
+        with self.lock:
+            self.check_running()
+            return self.blocks.take(size, device)
+
     def trim(self) -> None:
         """Give up free blocks beyond twice the size of the newest versions. The caller holds the lock.
 

@@ -47,7 +47,7 @@ class Offers:
         """Notify members of the blocks that they were offered and that this node has given up."""
         for block in self._weights.blocks.take_retired():
             self._weights.twins.give_up(block)
-            for member in block.offered_to:
+            for member in list(block.offered_to):  # a copy: an offer may be reported as lost meanwhile
                 self._weights.send(member, BlockRetired(block.block_id))
 
     def _begin(self, block: Block, peer: RemotePeer) -> bool:
@@ -77,6 +77,10 @@ class Offers:
             self._on_lost(block, peer)
         finally:
             os.close(descriptor)
+        if block.descriptor < 0:
+            # The block was given up meanwhile, and its notice may have overtaken the offer. Send another behind it:
+            # otherwise the receiver would keep the memory mapped as long as this node lives.
+            self._weights.send(peer.incarnation, BlockRetired(block.block_id))
 
     def _on_lost(self, block: Block, peer: RemotePeer) -> None:
         """Make an offer again: the connection broke before it arrived."""

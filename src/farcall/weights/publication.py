@@ -179,7 +179,7 @@ class Publication:
             for device, indices in changed.items():
                 sizes = (aligned(plans[index].size_bytes, alignment(device)) for index in indices)
                 *offsets, size = itertools.accumulate(sizes, initial=0)
-                block = self._weights.blocks.take(size, device)
+                block = self._weights.take_block(size, device)
                 blocks.append(block)
                 contents.append(Content(self._weights.me, block.block_id, block.fill, size))
                 self._weights.twins.prepare(block, device, subscribers)
@@ -194,6 +194,7 @@ class Publication:
             return PublishedVersion(Manifest(contents, layout, checksums, *values), blocks)
         except BaseException:
             self._weights.blocks.release(blocks)
+            self._weights.check_running()  # a node that ended has taken the memory away: that is what to tell
             raise
 
     def _plan(self, leaves: Leaves, dtype: torch.dtype | None) -> tuple[list[StoragePlan], list[TensorPlace]]:

@@ -232,9 +232,10 @@ class Subscription:
             return held.version
 
     def close(self) -> None:
-        """End the subscription. Tensors of `get` stay valid."""
+        """End the subscription: whoever waits with it gets a `RuntimeError`. Tensors of `get` stay valid."""
         if self._is_open:
             self._is_open = False
+            self._versions.tell()  # threads and coroutines may wait with this subscription, perhaps without a limit
             if self._versions.weights.node.why_ended is None:
                 self._versions.weights.subscriptions.end(self._versions)
 

@@ -163,9 +163,13 @@ class Twins:
         return found
 
     def are_there(self, held: HeldVersion) -> bool:
-        """Do the owners of a version's twins live? Only then are bytes valid that were just copied out of them."""
+        """Do the owners of a version's twins live? Only then are bytes valid that were just copied out of them.
+
+        An owner whose connection has just ended may be dead: its memory goes at that moment, the verdict comes later.
+        """
         owners = {held.manifest.contents[place.content].owner for place in held.on_devices}
-        return all(self._weights.peer(owner) is not None for owner in owners)
+        peers = [self._weights.peer(owner) for owner in owners]
+        return all(isinstance(peer, RemotePeer) and peer.linked and peer.link.up for peer in peers)
 
     def close(self, owner: int, block_id: int | None = None) -> None:
         """Close the twin of another process's block; None: those of all its blocks."""

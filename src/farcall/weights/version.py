@@ -27,6 +27,14 @@ except AttributeError:  # private names of torch, which may change
     _NO_VIEW_TRACKING = None
 
 
+_FIXED = (type(None), bool, int, float, complex, str, bytes)
+
+
+def _is_fixed(value: Any) -> bool:
+    """Can nobody change this value? Of a subclass, which may have attributes, that is not known."""
+    return type(value) in _FIXED or (type(value) is tuple and all(map(_is_fixed, value)))
+
+
 class Version(NamedTuple):
     """A version of published weights; later versions compare greater.
 
@@ -77,7 +85,7 @@ class HeldVersion:
         """Is it a copy, here or at a neighbour, rather than the publisher's own memory?"""
         self.fault: str = ""
         """Why programs cannot read it, although it is complete."""
-        self._values: list[Any] | None = None
+        self._values: list[Any] | None = None  # kept only if nobody can change them
 
     @property
     def version(self) -> Version:
@@ -96,13 +104,19 @@ class HeldVersion:
                 raise CorruptWeights(f"version {self.version}: the bytes of {names} are not those that were pushed")
 
     def values(self) -> dict[Path, Any]:
-        """The values that are not tensors. Decoded at first use, under the rules of `farcall.allow`."""
+        """The values that are not tensors, decoded under the rules of `farcall.allow`.
+
+        Decoded for each caller, unless none of them can be changed: a program may change what it gets.
+        """
         manifest, paths = self.manifest, self.manifest.layout.value_paths
-        if self._values is None:
+        values = self._values
+        if values is None:
             frame = Frame(RESPONSE, payload=manifest.values)
             frame.buffers = [memoryview(bytearray(buffer)) for buffer in manifest.value_buffers]
-            self._values = read_value(frame) if paths else []
-        return dict(zip(paths, self._values, strict=True))
+            values = read_value(frame) if paths else []
+            if all(map(_is_fixed, values)):
+                self._values = values
+        return dict(zip(paths, values, strict=True))
 
     def tensors(self, views: Sequence[memoryview | torch.Tensor]) -> list[torch.Tensor]:
         """The tensors, in the manifest's order, over ``views`` of the contents, without copies."""

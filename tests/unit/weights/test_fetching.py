@@ -33,6 +33,9 @@ class Fetcher:
     def forget(self, fetch: Fetch) -> None:
         pass
 
+    def count(self, size_bytes: int) -> None:
+        pass
+
 
 def fetch(sizes: dict[int, int]) -> tuple[Fetch, list[Any]]:
     ends: list[Any] = []
@@ -51,6 +54,23 @@ def test_blocks_of_a_neighbour_are_taken() -> None:
     [(error, borrowed)] = ends
     assert error is None
     assert list(borrowed) == [ONE, TWO]
+
+
+def test_nothing_is_read_from_a_block_that_is_given_back_for_that_of_a_neighbour() -> None:
+    blocks = {content: SimpleNamespace(view=memoryview(bytearray(content.size_bytes))) for content in (ONE, TWO)}
+    seen: list[Any] = []
+
+    def end(error: Any, borrowed: Any) -> None:
+        for block in blocks.values():
+            block.view[:] = b"x" * block.view.nbytes  # they are filled with something else from here on
+        seen.append(made.read(TWO, 0, 100))
+
+    arriving = Arriving("policy", Key(Claim(1, 7), 1), 7, blocks)  # type: ignore[arg-type]
+    made = Fetch(Fetcher({5: 4096, 6: 4096}), arriving, end)  # type: ignore[arg-type]
+    made._on_chunk(Ask(Chunk(1, 0, 100), NEIGHBOUR), answered(torch.ones(100, dtype=torch.uint8)))
+    assert made.read(TWO, 0, 100) == b"\1" * 100
+    made._on_borrowed(NEIGHBOUR, answered([5, 6]))
+    assert seen == [None]
 
 
 @pytest.mark.parametrize("wrong", [[5], [5, [6]], [5, 3], None, "56", [6, 5]], ids=str)

@@ -36,6 +36,8 @@ class Other(RemotePeer):
         self.incarnation = incarnation
         self.lending: Any = object()
         self.info: Any = SimpleNamespace(name="other")
+        self.linked = True
+        self.link: Any = SimpleNamespace(up=True)
 
 
 class Side:
@@ -173,6 +175,17 @@ def test_an_owner_that_is_gone() -> None:
     for close in pair.reader.later:
         close()
     assert opened.memory is None
+
+
+def test_an_owner_whose_connection_has_ended_may_be_dead() -> None:
+    pair = Pair()
+    _, held = pair.push(1)
+    assert pair.read(held) == 1
+    pair.reader.others[OWNER].link.up = False
+    assert not pair.reader.twins.are_there(held), "what was just copied may be of other memory"
+    assert pair.read(held) is None
+    pair.reader.others[OWNER].link.up = True
+    assert pair.read(held) == 1, "it was only the connection"
 
 
 def test_a_twin_that_is_being_opened_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:

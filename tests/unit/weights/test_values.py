@@ -60,3 +60,20 @@ def test_nothing_is_read_before_it_is_asked_for() -> None:
     assert MADE == []
     assert isinstance(held.nested([])["config"], Config)
     assert MADE == ["made"]
+
+
+def test_a_program_that_changes_what_it_got_changes_no_version() -> None:
+    values = {"sizes": [1, 2], "pairs": ((1, [2]),), "step": 3}
+    held = version(values)
+    got = held.nested([])
+    got["sizes"].append(3)
+    got["pairs"][0][1].clear()
+    assert held.nested([]) == values
+
+
+def test_values_that_nobody_can_change_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"step": 3, "places": ((4, 5), (0, 0)), "name": "policy"}
+    held = version(values)
+    assert held.nested([]) == values
+    monkeypatch.setattr("farcall.weights.version.read_value", None)
+    assert held.nested([]) == values

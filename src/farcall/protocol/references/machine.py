@@ -305,7 +305,7 @@ class References:
     def _on_all_dropped(self, event: AllDropped) -> None:
         for fork in self.released.drain():
             self._drop(fork)
-        self._user.drop_all()
+        self._user.drop_all(event.kept)
         self._owner.drop_local()
         if self._outbox.lazy:
             self._linger_until = -math.inf  # this node ends: flush the lingering messages at once

@@ -128,7 +128,9 @@ class Dropped(msgspec.Struct, frozen=True):
 
 
 class AllDropped(msgspec.Struct, frozen=True):
-    """The program ends: release every fork held here, and free values that no other member refers to."""
+    """The program ends: release every fork held here but ``kept``, and free values that no other member refers to."""
+
+    kept: frozenset[ForkId] = frozenset()
 
 
 Event: TypeAlias = (

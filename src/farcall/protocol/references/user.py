@@ -27,7 +27,7 @@ messages arrive.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -220,9 +220,10 @@ class UserSide:
 
     # --- the end, and a look inside ----------------------------------------------------------------------
 
-    def drop_all(self) -> None:
+    def drop_all(self, kept: Container[ForkId] = ()) -> None:
         for fork_id in list(self._used):
-            self.drop(fork_id)
+            if fork_id not in kept:
+                self.drop(fork_id)
 
     @property
     def pending_children(self) -> int:

@@ -10,12 +10,16 @@ other members of a host map the memory of their leader.
     event                                        follows
     a route                                      the first chunks are asked for, at its first source
     a chunk comes                                the next one is asked for; after the last: `Done`
+    a chunk comes later than STALL_S             the same, but fewer are asked for at a time
+    a request has no answer in time              its chunk is asked for again, later
     a source is gone, or has not got it          the next source of the route is asked for what is missing
-    no chunk for STALL_S                         the same; the silent source is asked last from now on
+    no chunk for STALL_S, or twice the time      the same; the silent source is asked last from now on
+    that the last one took
     no source is left                            another route is asked for; `Failed`, if none has come since the last
 
 A chunk may come twice, from two sources, with the same bytes. A leader asks only leaders of hosts that asked earlier,
-so the chain has no cycle.
+so the chain has no cycle. Over a slow link requests must not pile up: otherwise each answer would come after the end of
+its call, and nothing would ever arrive.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ import msgspec
 
 CHUNK_BYTES: Final = 1 << 20
 WINDOW: Final = 8
-"""How many chunks are outstanding at a time: enough for 10 Gbit/s over 6 ms."""
+"""How many chunks are outstanding at a time at most: enough for 10 Gbit/s over 6 ms."""
 STALL_S: Final = 2.0
 NEVER: Final = float("inf")
 
@@ -105,6 +109,13 @@ class Refused(msgspec.Struct, frozen=True):
     source: int
 
 
+class Unanswered(msgspec.Struct, frozen=True):
+    """A source was too busy for the request, or has not answered it in time."""
+
+    chunk: Chunk
+    source: int
+
+
 class Ask(msgspec.Struct, frozen=True):
     """Ask this member for this chunk."""
 
@@ -128,25 +139,28 @@ class Failed(msgspec.Struct, frozen=True):
     missing_bytes: int
 
 
-Event: TypeAlias = Routed | Came | Refused
+Event: TypeAlias = Routed | Came | Refused | Unanswered
 Effect: TypeAlias = Ask | AskRoute | Done | Failed
 
 
 class Fetching:
     """The transfer of one version to this member.
 
-    Mutable: the missing chunks, the outstanding chunks with their sources, the sources left and the sources to avoid.
+    Mutable: the missing chunks, the outstanding chunks with their sources, when each was first asked for, how many may
+    be outstanding, how long to wait for one, the sources left and the sources to avoid.
     """
 
     def __init__(self, sizes_bytes: Sequence[int], *, chunk_bytes: int = CHUNK_BYTES, window: int = WINDOW) -> None:
         """``sizes_bytes``: the sizes of the contents to fetch."""
-        self._window = window
+        self._most = self._window = window
+        self._patience_s = STALL_S
         self._missing: dict[Chunk, None] = {
             Chunk(content, offset, min(chunk_bytes, size - offset)): None
             for content, size in enumerate(sizes_bytes)
             for offset in range(0, size, chunk_bytes)
         }
         self._asked: dict[Chunk, int] = {}
+        self._asked_at: dict[Chunk, float] = {}
         self._sources: list[int] = []
         self._avoided: dict[int, None] = {}
         self._may_reroute = True
@@ -174,8 +188,10 @@ class Fetching:
         """Move the silent source to the end of the list, and ask the next one."""
         if now < self._deadline or self.is_over or not self._sources:
             return []
-        self._sources.append(self._sources.pop(0))
-        self._asked.clear()
+        if len(self._sources) > 1:  # otherwise the same requests would only queue up behind those that are open
+            self._sources.append(self._sources.pop(0))
+            self._asked.clear()
+        self._window = max(1, self._window // 2)
         return self._go_on(now)
 
     def has(self, chunk: Chunk) -> bool:
@@ -194,6 +210,14 @@ class Fetching:
 
     def _came(self, event: Came, now: float) -> list[Effect]:
         self._asked.pop(event.chunk, None)
+        asked_at = self._asked_at.pop(event.chunk, None)
+        if asked_at is not None:  # otherwise it is a duplicate, which tells nothing
+            took_s = now - asked_at
+            self._patience_s = max(STALL_S, 2 * took_s)
+            if took_s > STALL_S:
+                self._window = max(1, self._window // 2)
+            elif took_s < STALL_S / 2:
+                self._window = min(self._most, self._window + 1)
         if self._missing.pop(event.chunk, self) is self:  # a duplicate, from a second source
             return self._go_on(now)
         self._may_reroute = True
@@ -211,6 +235,12 @@ class Fetching:
             self._asked = {chunk: source for chunk, source in self._asked.items() if source != event.source}
         return self._go_on(now)
 
+    def _unanswered(self, event: Unanswered, now: float) -> list[Effect]:
+        if self._asked.get(event.chunk) == event.source:
+            del self._asked[event.chunk]  # the next chunk that comes, or the deadline, asks for it again
+            self._asked_at.pop(event.chunk, None)
+        return []
+
     def _go_on(self, now: float) -> list[Effect]:
         """Fill the window with requests for chunks; if no source is left, ask for another route.
 
@@ -225,13 +255,14 @@ class Fetching:
                 return [Failed(self.missing_bytes)]
             self._may_reroute, self._routing = False, True
             return [AskRoute(tuple(self._avoided))]
-        self._deadline = now + STALL_S
+        self._deadline = now + self._patience_s
         effects: list[Effect] = []
         for chunk in self._missing:
             if len(self._asked) >= self._window:
                 break
             if chunk not in self._asked:
                 self._asked[chunk] = self._sources[0]
+                self._asked_at.setdefault(chunk, now)
                 effects.append(Ask(chunk, self._sources[0]))
         return effects
 
@@ -240,4 +271,5 @@ _STEPS: Final[Mapping[type[Event], Callable[..., list[Effect]]]] = {
     Routed: Fetching._routed,
     Came: Fetching._came,
     Refused: Fetching._refused,
+    Unanswered: Fetching._unanswered,
 }
