@@ -25,7 +25,7 @@ from farcall.errors import (
 )
 from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.frames import REQUEST, RESPONSE, Frame
-from farcall.protocol.notes import KEEP, Notes, encode_notes
+from farcall.protocol.notes import KEEP, REFUSED, Notes, encode_notes
 from farcall.protocol.references.messages import Confirm, Fork, Register, Release, Withdraw
 from farcall.rpc.call import call_sync
 from farcall.rpc.deferred_messages import UNKNOWN_OWNER_S
@@ -462,6 +462,19 @@ def test_a_message_does_not_wait_for_ever_for_an_owner_that_nobody_knows() -> No
     node.turn_clock(due)
     assert node.redelivered == [message]
     assert references.is_lost(fork)
+
+
+def test_a_call_that_is_cancelled_while_it_waits_for_such_word_is_refused_then() -> None:
+    node = GrowingNode()
+    references = NodeReferences(node)  # type: ignore[arg-type]
+    caller: Any = node.peer(OTHER.id)
+    node.hooks.peer_joined[0](caller)
+    message, notes = _message_with(Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), OWNER.id, ME.id, 1))
+    message.kind = REQUEST
+    assert not references.take_forks(caller, message, notes)
+    references.cancel_deferred(caller, message.call_id)
+    node.hooks.peer_joined[0](node.peer(OWNER.id))
+    assert [(one.call_id, one.flags) for one in node.redelivered] == [(message.call_id, REFUSED)]
 
 
 def test_a_call_of_an_object_does_not_pass_those_that_are_on_their_way_again() -> None:

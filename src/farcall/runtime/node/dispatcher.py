@@ -184,6 +184,9 @@ class Dispatcher:
 
     def _take_notes(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
         """Fill in the fields of ``frame`` from its notes. False: do not handle the frame, or not yet."""
+        if (notes.time_left_s or notes.metadata) and frame.scope is None:
+            # Before anything can defer the frame, and not again afterwards: its caller's time runs meanwhile.
+            frame.scope = (monotonic() + notes.time_left_s if notes.time_left_s else NEVER, notes.metadata)
         if notes.serial is not None and not self._server.references.take_turns(peer, frame, notes.serial):
             return False
         if (notes.created is not None or notes.forks) and not self._server.references.take_forks(peer, frame, notes):
@@ -191,8 +194,6 @@ class Dispatcher:
         if notes.context_id:
             self._hooks.find_recording(frame, notes)
         frame.profile = notes.profile
-        if notes.time_left_s or notes.metadata:
-            frame.scope = (monotonic() + notes.time_left_s if notes.time_left_s else NEVER, notes.metadata)
         return True
 
     def on_own_control(self, peer: Any, message: messages.Message) -> None:
