@@ -164,7 +164,7 @@ class CallTable:
 
         ``default_timeout_s``: the timeout of calls that name none. None: calls inherit nothing from their scope.
         """
-        # Mutable, from any thread: ``_pending`` and ``_held``, in single atomic operations; ``last_id``; ``_ended``.
+        # Mutable, from any thread: ``pending`` and ``_held``, in single atomic operations; ``last_id``; ``_ended``.
         self._inherits = default_timeout_s is not None
         self._default_s = default_timeout_s or 0.0
         self._deadlines = timer(self.fail_overdue)
@@ -173,7 +173,8 @@ class CallTable:
         self._flags = REFUSABLE if when_overloaded == "fail" else 0
         self._ended: RpcError | None = None
         self._held: dict[int, PendingCall] = {}  # unsent calls that wait for room at their callee, by id()
-        self._pending: dict[int, PendingCall] = {}
+        self.pending: dict[int, PendingCall] = {}
+        """The calls by id, for the one who claims them at their answer."""
         self._next_id = itertools.count(1).__next__
         self.last_id: int = 0
         self._log = event_log.EventLog() if log is None else log
@@ -181,7 +182,7 @@ class CallTable:
         """Asks callees to explain timeouts; set once, while the node starts."""
 
     def __len__(self) -> int:
-        return len(self._pending) + len(self._held)
+        return len(self.pending) + len(self._held)
 
     def register(self, call: PendingCall, function: bytes = b"") -> int:
         """Give ``call`` its id and counters and put it into the table."""
@@ -190,24 +191,24 @@ class CallTable:
         except KeyError:
             call.counters = counters_of(call.peer.called, function)
         call.call_id = call_id = self._next_id()
-        self._pending[call_id] = call
+        self.pending[call_id] = call
         # After the line above. A shutdown that finds the table empty and ``last_id`` unchanged has missed no call.
         self.last_id = call_id
         return call_id
 
     def claim(self, call_id: int) -> PendingCall | None:
         """Take a call out of the table: the calling thread must complete it. None: another thread does, or did."""
-        return self._pending.pop(call_id, None)
+        return self.pending.pop(call_id, None)
 
     def find(self, call_id: int) -> PendingCall | None:
         """The call ``call_id``, if it still waits for its answer."""
-        return self._pending.get(call_id)
+        return self.pending.get(call_id)
 
     def fail_overdue(self, now: float) -> float:
         """On the I/O thread: fail the calls whose deadline has passed; returns the next deadline."""
         nearest = NEVER
         overdue = []
-        for call in list(self._pending.values()):
+        for call in list(self.pending.values()):
             if call.deadline <= now:
                 overdue.append(call)
             elif call.deadline < nearest:
@@ -293,7 +294,7 @@ class CallTable:
         except BaseException:
             # Not sent, overdue, or interrupted: stop waiting for the answer. Pop first, and without a Python function,
             # since a second Ctrl-C may arrive inside one.
-            self._pending.pop(call.call_id, None)
+            self.pending.pop(call.call_id, None)
             self._on_given_up()
             if call.call_id:
                 peer.cancel(call.call_id)
@@ -353,7 +354,7 @@ class CallTable:
             if call.deadline < self._deadlines.due:
                 self._deadlines.at(call.deadline)  # `exchange` needs no timer: its caller watches the clock
         except BaseException as error:
-            claimed = self._pending.pop(call_id, None)
+            claimed = self.pending.pop(call_id, None)
             withdraw(frame)
             self._on_given_up()
             if call_id and claimed is None and isinstance(error, NetworkError | RpcTimeout):
@@ -425,7 +426,7 @@ class CallTable:
     def fail_all(self, error: Callable[[PendingCall], RpcError], peer: Peer | None = None) -> int:
         """Fail every call to ``peer`` (None: to any peer); returns how many."""
         failed = 0
-        for call in list(self._pending.values()):
+        for call in list(self.pending.values()):
             if (peer is None or call.peer is peer) and self.claim(call.call_id) is not None:
                 failed += 1
                 call.counters[LOST] += 1
@@ -434,7 +435,7 @@ class CallTable:
 
     def snapshot(self) -> list[PendingCall]:
         """The calls that wait for an answer now, oldest first."""
-        return list(self._pending.values())
+        return list(self.pending.values())
 
 
 def name_of(what: Callable[..., Any]) -> str:

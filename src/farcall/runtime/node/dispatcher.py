@@ -77,7 +77,7 @@ class Dispatcher:
         self._loop = loop
         self._admission = admission
         self._max_queued = admission.limit
-        self._calls = calls
+        self._pending = calls.pending
         self._server = server
         self._unanswered = server.unanswered
         self._leaving = leaving
@@ -167,8 +167,10 @@ class Dispatcher:
             else:
                 handle(peer, frame)
             return
-        call = self._calls.claim(frame.call_id)
-        if call is None:  # the answer is late: the call has ended
+        # `CallTable.claim`, inlined. A call is answered by its callee alone: ids are easy to guess.
+        call = self._pending.get(frame.call_id)
+        if call is None or call.peer is not peer or self._pending.pop(frame.call_id, None) is None:
+            # The answer is late: the call has ended.
             decline(frame, peer)
             discard(frame.payload, peer)
             return

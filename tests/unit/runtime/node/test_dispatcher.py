@@ -122,3 +122,15 @@ def test_a_cancellation_reaches_a_call_that_is_deferred(callee: Callee) -> None:
     callee.server.cancel(CALLER, 7)
     callee.server.cancel_all(OTHER)
     assert told == [(CALLER, 7), (OTHER, None)]
+
+
+def test_a_call_is_answered_by_its_callee_alone(callee: Callee) -> None:
+    call = Call(CALLER)
+    call_id = callee.calls.register(call)
+    callee.dispatcher.on_message(OTHER, Frame(RESPONSE, 0, call_id))
+    assert not call.answers
+    answer = Frame(RESPONSE, 0, call_id)
+    callee.dispatcher.on_message(CALLER, answer)
+    assert call.answers == [answer]
+    callee.dispatcher.on_message(CALLER, Frame(RESPONSE, 0, call_id))
+    assert call.answers == [answer]
