@@ -150,6 +150,7 @@ class Future(Outcome[T], PendingCall):
         """
         if self._node.calls.claim(self.call_id) is None:
             return False
+        self.unwanted = True  # a thread that is still sending a large request tells the callee again
         self.peer.cancel(self.call_id)
         self._end(Cancelled(f"{name_of(self.what)}() on {self.peer.info.name} was cancelled"))
         return True

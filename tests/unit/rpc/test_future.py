@@ -1,0 +1,88 @@
+"""Futures of calls without sockets: what happens between two events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.kit.clock import Clock
+
+from farcall.errors import Delivery, PeerDead
+from farcall.ids import WorkerInfo
+from farcall.protocol.frames import Frame
+from farcall.rpc.call import plain_request, send
+from farcall.rpc.future import Future
+from farcall.rpc.retry import Pauses
+from farcall.runtime.calls.pending import CallTable
+from farcall.runtime.node.hooks import Hooks
+from farcall.runtime.peers.peer import Peer
+
+
+class FakePeer(Peer):
+    """A peer that takes requests and cancellations; a test may act while a request is being sent."""
+
+    def __init__(self) -> None:
+        super().__init__(WorkerInfo("w1", 1), 0x1F, 1)
+        self.told: list[tuple[str, int]] = []
+        self.while_sending: Callable[[], object] = lambda: None
+
+    def send(self, frame: Frame, *_: Any) -> None:
+        self.while_sending()
+        self.told.append(("request", frame.call_id))
+
+    def cancel(self, call_id: int) -> None:
+        self.told.append(("cancelled", call_id))
+
+    def help_until(self, *_: Any) -> None: ...
+
+
+class FakeNode:
+    """The parts of a node that a future needs; a test runs the tasks of its workers."""
+
+    running = True
+    timeout_s = 60.0
+    devices = None
+    device_list: tuple[()] = ()
+    info = WorkerInfo("w0", 0)
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.timer = self.clock.timer
+        self.tasks: list[Any] = []
+        self.executor: Any = SimpleNamespace(submit=self.tasks.append, current_worker=lambda: None)
+        self.calls = CallTable(self.clock.timer, self.executor)
+        self.target = FakePeer()
+        self.hooks = Hooks()
+        self.pauses = Pauses(self)  # type: ignore[arg-type]
+        self.something_ended = lambda: None
+
+    def peer(self, to: object) -> FakePeer:
+        return self.target
+
+    def part(self, kind: type) -> Any:
+        assert kind is Pauses
+        return self.pauses
+
+    def run_tasks(self) -> None:
+        while self.tasks:
+            self.tasks.pop(0).run(False)
+
+    def lose(self, future: Future[Any]) -> None:
+        """As the thread that sees the link end."""
+        assert self.calls.fail_all(lambda call: PeerDead("gone", Delivery.UNKNOWN)) == 1
+
+
+@pytest.fixture
+def node() -> Any:
+    return FakeNode()
+
+
+def test_a_cancellation_is_told_again_if_the_request_was_being_sent(node: Any) -> None:
+    """Control messages overtake large requests, so the first one may have found nothing at the callee."""
+    future: Future[int] = Future(node, node.target, len, 60.0)
+    node.target.while_sending = future.cancel
+    send(node.calls, future, plain_request(node.target, b"f"))
+    assert node.target.told == [("cancelled", 1), ("request", 1), ("cancelled", 1)]
+    assert future.cancelled()
