@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from threading import get_ident
 from time import monotonic
@@ -105,6 +106,8 @@ class Future(Outcome[T], PendingCall):
                     self.when_done(finished)
                     finished.wait(-1 if timeout is None else max(0.0, until - monotonic()))
                     if not self.done():
+                        with suppress(ValueError):  # `_wake` has just taken it
+                            self._waiters.remove(finished)  # a program may ask again and again
                         raise TimeoutError(
                             f"{self.peer.info.name} has not answered {name_of(self.what)}() within {timeout:g} s; "
                             "the call continues (cancel() ends it)"

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from tests.kit.clock import Clock
 
-from farcall.errors import Delivery, PeerDead
+from farcall.errors import Cancelled, Delivery, PeerDead
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import Frame
 from farcall.rpc.call import plain_request, send
 from farcall.rpc.future import Future
-from farcall.rpc.retry import Pauses
+from farcall.rpc.retry import Pauses, Retry, RetryingFuture
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.node.hooks import Hooks
 from farcall.runtime.peers.peer import Peer
@@ -86,3 +86,83 @@ def test_a_cancellation_is_told_again_if_the_request_was_being_sent(node: Any) -
     send(node.calls, future, plain_request(node.target, b"f"))
     assert node.target.told == [("cancelled", 1), ("request", 1), ("cancelled", 1)]
     assert future.cancelled()
+
+
+def test_a_wait_that_was_in_vain_leaves_nothing_behind(node: Any) -> None:
+    future: Future[int] = Future(node, node.target, len, 60.0)
+    send(node.calls, future, plain_request(node.target, b"f"))
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            future.wait(0.0)
+    assert not future._waiters
+
+
+# ---------------------------------------------------------------------- calls that are made again
+
+
+def retrying(node: Any) -> RetryingFuture:
+    future = RetryingFuture(Retry(attempts=3, backoff_s=0.01), node, "w1", len, ((),), None, 60.0)
+    future.send()
+    return future
+
+
+def requests(node: Any) -> int:
+    return sum(what == "request" for what, _ in node.target.told)
+
+
+def end_all_pauses(node: Any) -> None:
+    node.clock.turn_to(float("1e12"))
+    node.run_tasks()
+
+
+def test_a_call_is_made_again(node: Any) -> None:
+    future = retrying(node)
+    node.lose(future)
+    node.run_tasks()
+    end_all_pauses(node)
+    assert requests(node) == 2
+    assert not future.done()
+    assert future.cancel()
+    assert future.cancelled()
+
+
+def test_a_call_that_is_cancelled_between_its_failure_and_its_pause_is_not_made_again(node: Any) -> None:
+    future = retrying(node)
+    node.lose(future)  # by now a worker is to enter the pause
+    assert not future.cancel()
+    node.run_tasks()
+    end_all_pauses(node)
+    assert requests(node) == 1
+    assert isinstance(future.exception(), PeerDead)
+
+
+def test_a_call_that_is_cancelled_while_it_enters_its_pause_ends_once(node: Any) -> None:
+    future = retrying(node)
+    node.lose(future)
+
+    class Cancelling(list[BaseException]):
+        def append(self, error: BaseException) -> None:
+            super().append(error)
+            assert future.cancel()
+
+    future._paused = Cancelling()
+    node.run_tasks()
+    end_all_pauses(node)
+    assert requests(node) == 1
+    assert future.cancelled()
+
+
+def test_a_call_that_is_cancelled_between_its_pause_and_its_next_attempt_ends(node: Any) -> None:
+    future = retrying(node)
+    node.lose(future)
+    node.run_tasks()
+    plain = node.peer
+
+    def peer(to: object) -> FakePeer:
+        assert not future.cancel()  # its thread has left the pause, and is not in the table of calls yet
+        return plain(to)
+
+    node.peer = peer
+    end_all_pauses(node)
+    assert node.target.told == [("request", 1), ("request", 2), ("cancelled", 2)]
+    assert isinstance(future.exception(), Cancelled)
