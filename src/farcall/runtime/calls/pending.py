@@ -32,7 +32,7 @@ from farcall.protocol.references.messages import Fork
 from farcall.runtime.calls.executor import Executor
 from farcall.runtime.calls.scope import CURRENT, Served, inherit
 from farcall.runtime.io.reader import in_event_loop, stop_reading
-from farcall.runtime.io.sigint import Gate
+from farcall.runtime.io.sigint import SLICE_S, Gate
 from farcall.runtime.io.timers import NEVER, Callback, Timer
 from farcall.runtime.observing import event_log
 from farcall.runtime.observing.counters import LOST, TIMED_OUT, Counters, counters_of
@@ -230,6 +230,9 @@ class CallTable:
     def cancel(self, call: PendingCall) -> bool:
         """End ``call``, here and at its callee; False: it has ended already, or may not be cancelled."""
         if not call.cancellable or self.claim(call.call_id) is None:
+            full = call.peer.full
+            if full is not None and id(call) in self._held:
+                full.look_again()  # its thread waits for room, and finds that the call is not wanted
             return False
         call.unwanted = True
         call.on_failure(Cancelled(f"{name_of(call.what)}() on {call.peer.info.name} was cancelled"))
@@ -285,12 +288,15 @@ class CallTable:
                     self.cancel(call)  # the parent was cancelled before this call was in the table
                 if peer.broken:
                     self._fail_lost(call)
-                remaining = call.deadline - monotonic()
-                bound = -1 if remaining == NEVER else max(0.0, min(remaining, threading.TIMEOUT_MAX))
-                if not call.lock.acquire(True, bound):
-                    if self.claim(call.call_id) is not None:
-                        raise self._explained(call)
-                    call.lock.acquire()  # another thread has just claimed the call, and is about to release the lock
+                overdue = False
+                # In slices, as `Gate` does: the main thread notices a signal that came just before its sleep only then.
+                while not call.lock.acquire(
+                    True, SLICE_S if overdue else max(0.0, min(SLICE_S, call.deadline - monotonic()))
+                ):
+                    if not overdue and monotonic() >= call.deadline:
+                        if self.claim(call.call_id) is not None:
+                            raise self._explained(call)
+                        overdue = True  # another thread has just claimed the call, and is about to release the lock
         except BaseException:
             # Not sent, overdue, or interrupted: stop waiting for the answer. Pop first, and without a Python function,
             # since a second Ctrl-C may arrive inside one.
@@ -370,13 +376,17 @@ class CallTable:
             self._held[id(call)] = call
             with self.waiting():
                 while full is not None and not call.peer.broken:
-                    if not full.wait(call.deadline):
+                    if not full.wait(call.deadline, call):
                         raise RpcTimeout(
                             f"RPC ran for more than set timeout ({int(call.timeout_s * 1000)} ms): "
                             f"{name_of(call.what)}() was not sent to {call.peer.info.name}, which is overloaded: "
                             f"{full.queued} calls were waiting there for a thread, and its "
                             f"max_queued_calls is {full.limit}",
                             Delivery.NOT_SENT,
+                        )
+                    if call.parent is not None and call.parent.cancelled:
+                        raise Cancelled(
+                            f"the call that {call.parent.function_name}() serves was cancelled", Delivery.NOT_SENT
                         )
                     full = call.peer.full
             if self._ended is not None:
