@@ -199,11 +199,11 @@ class Future(Outcome[T], PendingCall):
     def _complete(self, frame: Frame) -> None:
         try:
             value = read_answer(frame, self.peer) if frame.kind == FAILURE else read_value(frame, self.peer)
+            if self._node.device_list and has_devices(frame.payload):
+                self._stamp = stamp(value, self._node.device_list, fresh=True)
         except BaseException as error:
             self.fail(error)
         else:
-            if self._node.device_list and has_devices(frame.payload):
-                self._stamp = stamp(value, self._node.device_list, fresh=True)
             self.settle(self, value)
             self._value = value  # after the stamp: a thread that sees the value must also see its stamp
             if self._waiters:

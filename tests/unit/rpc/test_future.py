@@ -11,13 +11,17 @@ from tests.kit.clock import Clock
 
 from farcall.errors import Cancelled, Delivery, PeerDead
 from farcall.ids import WorkerInfo
-from farcall.protocol.frames import Frame
+from farcall.protocol.frames import RESPONSE, Frame
+from farcall.rpc import future as future_module
+from farcall.rpc import outcome
 from farcall.rpc.call import plain_request, send
 from farcall.rpc.future import Future
+from farcall.rpc.outcome import DerivedFuture
 from farcall.rpc.retry import Pauses, Retry, RetryingFuture
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.node.hooks import Hooks
 from farcall.runtime.peers.peer import Peer
+from farcall.serialize import write_value
 
 
 class FakePeer(Peer):
@@ -95,6 +99,26 @@ def test_a_wait_that_was_in_vain_leaves_nothing_behind(node: Any) -> None:
         with pytest.raises(TimeoutError):
             future.wait(0.0)
     assert not future._waiters
+
+
+def test_a_value_that_cannot_be_looked_into_fails_its_future(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a node with devices, each value is searched for tensors on them, which runs code of the value's class."""
+
+    def stamp(*_: Any, **__: Any) -> None:
+        raise RecursionError("a value that holds itself")
+
+    monkeypatch.setattr(future_module, "stamp", stamp)
+    monkeypatch.setattr(outcome, "stamp", stamp)
+    monkeypatch.setattr(future_module, "has_devices", lambda payload: True)
+    node.device_list = ("cuda:0",)
+    future: Future[int] = Future(node, node.target, len, 60.0)
+    answer = Frame(RESPONSE)
+    write_value(answer, [1], node.target)
+    future._complete(answer)
+    assert isinstance(future.exception(), RecursionError)
+    derived: DerivedFuture[int] = DerivedFuture(node.device_list)
+    derived.completing(lambda done: 1)(None)
+    assert isinstance(derived.exception(0.0), RecursionError)
 
 
 # ---------------------------------------------------------------------- calls that are made again
