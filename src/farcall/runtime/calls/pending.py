@@ -17,6 +17,7 @@ Over 400 lines: a call at its caller, from its request to its end, passes throug
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 from collections.abc import Callable
@@ -390,7 +391,7 @@ class CallTable:
                         )
                     full = call.peer.full
             if self._ended is not None:
-                raise self._ended
+                raise copy.copy(self._ended)
             if call.peer.broken:
                 raise call.peer.lost(Delivery.NOT_SENT)
         finally:
@@ -431,7 +432,7 @@ class CallTable:
     def end(self, why: RpcError) -> None:
         """The node ends: fail every call. A caller that waits for room fails when its wait ends."""
         self._ended = why
-        self.fail_all(lambda call: why)
+        self.fail_all(lambda call: copy.copy(why))  # each thread raises its own: a traceback belongs to one of them
 
     def fail_all(self, error: Callable[[PendingCall], RpcError], peer: Peer | None = None) -> int:
         """Fail every call to ``peer`` (None: to any peer); returns how many."""

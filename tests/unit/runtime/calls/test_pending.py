@@ -222,3 +222,16 @@ def test_the_sleep_of_a_caller_is_cut_into_slices(clock: Clock, claimed: bool) -
     table.exchange(call, Frame(REQUEST, function=b"f"))
     assert all(0 <= bound_s <= SLICE_S for bound_s in lock.bounds_s)
     assert lock.bounds_s[1:] == [SLICE_S] * 3  # it does not spin while another thread ends the call
+
+
+def test_each_caller_gets_an_error_of_its_own_when_the_node_ends(table: CallTable) -> None:
+    calls = [Call(), Call()]
+    for call in calls:
+        table.register(call)
+    why = Cancelled("w0 shut down", Delivery.NOT_SENT)
+    table.end(why)
+    failures = [call.failures[0] for call in calls]
+    assert failures[0] is not failures[1]
+    assert {(type(error), str(error), error.delivery) for error in failures} == {  # type: ignore[attr-defined]
+        (Cancelled, "w0 shut down", Delivery.NOT_SENT)
+    }
