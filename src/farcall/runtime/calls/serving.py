@@ -521,6 +521,12 @@ class Request:
         except RpcError as error:
             withdraw(frame)
             logger.info("the answer of %s to %s was not sent: %s", self.function_name, self.peer.info.name, error)
+        except BaseException as error:
+            # No memory for a copy of the result, say. The link is fine, so the caller must not wait for an answer.
+            withdraw(frame)
+            if frame.kind == FAILURE or frame.handed_over:
+                raise
+            self._send(self.failure(error), False)
         finally:
             self.server.answered(self)
 
