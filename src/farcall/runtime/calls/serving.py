@@ -574,7 +574,12 @@ class Request:
             finally:
                 stream_pool.leave(call_streams)
 
-        Dependents.watch(self, self.server.coroutines.run(coroutine, answer))
+        try:
+            cancel = self.server.coroutines.run(coroutine, answer)
+        except BaseException:
+            stream_pool.leave(call_streams)
+            raise
+        Dependents.watch(self, cancel)
 
     def _on_done(self, future: Any) -> None:
         try:
