@@ -170,9 +170,8 @@ class Standby:
             try:
                 thread.start()
             except RuntimeError:
-                self.asleep = (
-                    True  # no thread can be started, so none could read on either; the next reader tries again
-                )
+                # No thread can be started, so none could read on either. The next reader tries again.
+                self.asleep = True
             else:
                 self._thread = thread
 
