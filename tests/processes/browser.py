@@ -80,6 +80,7 @@ class Browser:
         os.close(his_writing)
         self._reading, self._writing = reading, writing
         self._session = ""
+        self._pressed: dict[str, Any] = {}
         try:
             self._attach(width, height)
         except BaseException:
@@ -201,6 +202,11 @@ class Browser:
 
     def click(self, selector: str, across: float = 0.5, down: float = 0.5) -> None:
         """Click what is shown, or will be; ``across`` and ``down``: where on it, from 0 to 1."""
+        self.press(selector, across, down)
+        self.release()
+
+    def press(self, selector: str, across: float = 0.5, down: float = 0.5) -> None:
+        """The first half of a click."""
         chosen = json.dumps(selector)
         self.wait_for(f"document.querySelector({chosen})?.checkVisibility() === true")
         x, y, hit = self.evaluate(
@@ -214,9 +220,13 @@ class Browser:
             }})()"""
         )
         assert hit, f"{selector} cannot be clicked: something covers it"
+        self._pressed = {"x": x, "y": y, "button": "left", "clickCount": 1}
         self.command("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        for kind in ("mousePressed", "mouseReleased"):
-            self.command("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+        self.command("Input.dispatchMouseEvent", type="mousePressed", **self._pressed)
+
+    def release(self) -> None:
+        """The second half, at the same place."""
+        self.command("Input.dispatchMouseEvent", type="mouseReleased", **self._pressed)
 
     def write(self, selector: str, text: str) -> None:
         """Type into a field."""

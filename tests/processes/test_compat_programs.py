@@ -184,15 +184,16 @@ def test_torchrun(tmp_path: Path) -> None:
 
 def test_exit_without_shutdown(tmp_path: Path) -> None:
     program = """
-        def work(rank):
+        def work(rank, both):
             rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
             rref = rpc.remote(f"worker{1 - rank}", double, args=(torch.ones(1),))
             assert rref.to_here().item() == 2
-            rpc.api._barrier(["worker0", "worker1"])
+            both.wait()  # not at a barrier of theirs: one may end before its last answer to the other is out
 
         if __name__ == "__main__":
             context = multiprocessing.get_context("fork")
-            children = [context.Process(target=work, args=(rank,)) for rank in range(2)]
+            both = context.Barrier(2)
+            children = [context.Process(target=work, args=(rank, both)) for rank in range(2)]
             for child in children:
                 child.start()
             for child in children:

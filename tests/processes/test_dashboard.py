@@ -262,6 +262,24 @@ def test_every_view_of_a_large_cluster(tmp_path: Path, size: int) -> None:
         assert browser.complaints == []
 
 
+@needs_chromium
+@pytest.mark.timeout(600)
+def test_a_click_counts_though_news_come_in_the_middle_of_it(tmp_path: Path) -> None:
+    """Whoever holds the button down for a tenth of a second meets news every tenth time."""
+    looks = "performance.getEntriesByType('resource').filter((one) => one.name.includes('state.json')).length"
+    with served(8) as page, Browser(tmp_path) as browser:
+        browser.open(page.url + "#workers")
+        browser.press("#worker-table tbody tr")
+        before = browser.evaluate(looks)
+        browser.wait_for(f"{looks} > {before} + 2")
+        browser.release()
+        shows(browser, "#worker-name", r"\w")
+        browser.click("#worker-close")
+        shown = "document.querySelector('#worker-table tbody').innerText"
+        before = browser.evaluate(shown)
+        browser.wait_for(f"{shown} !== {json.dumps(before)}")  # and news are shown again
+
+
 # ---------------------------------------------------------------------- without one
 
 
@@ -332,7 +350,9 @@ def test_idle_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             with contextlib.suppress(ConnectionError):
                 assert stream.recv(1) == b""
             stream.close()
-        wait_for(lambda: fetch(page.url)[0] == 200)
+        wait_for(lambda: not page._server._server.quiet_since)  # their threads are a little later
+        monkeypatch.undo()  # an answer may take longer than that on a busy machine
+        assert fetch(page.url)[0] == 200
 
 
 def test_a_node_serves_it_if_asked_to(tmp_path: Path) -> None:

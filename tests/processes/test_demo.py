@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from tests.kit.launching import wait_gone
 from tests.kit.waiting import wait_until
 from tests.processes.trace_reader import Trace
 
@@ -33,14 +34,6 @@ def start_demo(folder: Path, *arguments: str, **environment: str) -> subprocess.
 
 def nodes_of(folder: Path) -> dict[str, Presence]:
     return {node.name: node for node in find_nodes(folder / "farcall")}
-
-
-def is_running(process_id: int) -> bool:
-    try:
-        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def test_the_demo_trains_survives_a_death_and_writes_what_it_promises(tmp_path: Path) -> None:
@@ -98,7 +91,7 @@ def test_a_worker_that_dies_of_something_else_ends_the_demo_and_is_named(tmp_pat
     assert "SIGKILL" in complaints
     assert not (tmp_path / "farcall-demo").exists()
     assert "Traceback" not in complaints
-    wait_until(lambda: not any(is_running(process) for process in processes), "nobody is left behind")
+    wait_gone(processes)
 
 
 def test_workers_that_do_not_start_are_said_in_one_line(tmp_path: Path) -> None:
@@ -123,7 +116,7 @@ def test_ctrl_c_ends_the_demo_and_all_its_workers(tmp_path: Path) -> None:
     assert "interrupted; all workers have ended" in said
     assert not (tmp_path / "farcall-demo").exists()
     assert "Traceback" not in complaints
-    wait_until(lambda: not any(is_running(process) for process in processes), "nobody is left behind")
+    wait_gone(processes)
 
 
 @pytest.mark.parametrize("occupied", ["", "inside"])

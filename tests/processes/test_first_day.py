@@ -46,16 +46,26 @@ def test_a_worker_that_waits_in_shutdown_serves_and_nobody_is_warned(installed: 
         installed,
         tmp_path,
         """
-        import os, time
+        import logging, os, time
         import farcall
         from farcall.protocol.departure import machine as departure
+
+        said = []
+
+        class Keeping(logging.Handler):
+            def emit(self, record):
+                said.append(record.getMessage())
+
+        def has_said(text):
+            return any(text in line for line in said)
 
         departure.STATUS_INTERVAL_S = 0.05
         rank = int(os.environ["RANK"])
         farcall.init_rpc(f"w{rank}", rank=rank, world_size=2)
+        logging.getLogger("farcall").addHandler(Keeping())
 
         if rank == 0:
-            while farcall.rpc_sync("w1", farcall.metrics).state != "serving":
+            while not farcall.rpc_sync("w1", has_said, args=("serves in shutdown()",)):
                 time.sleep(0.01)
             calls = [farcall.rpc_async("w1", time.sleep, args=(0.5,)) for _ in range(3)]
             for call in calls:
@@ -68,7 +78,8 @@ def test_a_worker_that_waits_in_shutdown_serves_and_nobody_is_warned(installed: 
     )
     assert code == 0, output
     assert "0 | served" in output
-    assert "shutdown waits: w0" not in output  # as a warning, as long as somebody still works
+    # As a warning, as long as somebody still works. (On a busy machine, w0 "does not answer" within STATUS_INTERVAL_S.)
+    assert "shutdown waits: w0 has not called shutdown" not in output
     assert output.count("w1 serves in shutdown(): w0 has not called shutdown") == 1
 
 

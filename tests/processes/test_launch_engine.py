@@ -103,7 +103,7 @@ def test_an_engine_that_is_closed_while_it_starts_leaves_no_process(driver):
     local.close()
     starting.join(START_S)
     assert not starting.is_alive()
-    assert len(driver.members()) == 1
+    wait_until(lambda: len(driver.members()) == 1, "who was quicker than `close`, and joined, has gone")
 
 
 def test_a_fork_server_that_was_killed_is_replaced(driver):

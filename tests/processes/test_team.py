@@ -7,17 +7,21 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.kit.stopping import stop
 from tests.kit.waiting import wait_until
 
 from farcall.cli import team as team_module
-from farcall.cli.demo.play import Play
+from farcall.cli.demo import play as play_module
+from farcall.cli.demo.play import DemoFailed, Play
 from farcall.cli.demo.training import SERVERS, TRAINERS
 from farcall.cli.team import Answer, MemberLost, Team, TeamError
+from farcall.errors import PeerDead
 
 TIMEOUT_S = 120.0
 
@@ -186,6 +190,43 @@ def test_nobody_is_started_again_once_the_team_was_ended() -> None:
     assert team.how_it_ended(0) == "was ended by SIGKILL"
 
 
+def test_the_news_of_an_end_is_waited_for() -> None:
+    """The connections of a killed member may be gone for a while before its parent tells how it ended."""
+    team = Team(obedient, 1)
+    process_id, parent = team.process_id(0), forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    stop(parent)
+    go_on = threading.Timer(0.1, os.kill, (parent, signal.SIGCONT))
+    try:
+        os.kill(process_id, signal.SIGKILL)
+        wait_until(lambda: state(process_id) == "Z", "it is dead")
+        assert team.how_it_ended(0) == "is running"
+    finally:
+        go_on.start()
+    assert team.how_it_ended(0, TIMEOUT_S) == "was ended by SIGKILL"
+    go_on.join()
+    team.kill()
+
+
+def test_two_threads_may_ask_at_once_how_a_member_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    team = Team(obedient, 1)
+    told: list[str] = []
+    other = threading.Thread(target=lambda: told.append(team.how_it_ended(0, TIMEOUT_S)))
+    read = forkserver.read_signed  # type: ignore[attr-defined]
+
+    def read_slowly(descriptor: int) -> int:
+        code: int = read(descriptor)
+        other.start()
+        other.join(0.3)  # it asks between the read and its result, or waits until that is known
+        return code
+
+    monkeypatch.setattr(forkserver, "read_signed", read_slowly)
+    os.kill(team.process_id(0), signal.SIGKILL)
+    told.append(team.how_it_ended(0, TIMEOUT_S))
+    other.join(TIMEOUT_S)
+    assert told == ["was ended by SIGKILL"] * 2
+    team.kill()
+
+
 def test_who_does_not_end_when_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel may keep a process that waits for a device; it must not keep us."""
     team = Team(obedient, 2, names=["first", "second"])
@@ -198,12 +239,29 @@ def test_who_does_not_end_when_killed_is_named(monkeypatch: pytest.MonkeyPatch) 
     team.kill()
 
 
+class Silent:
+    def on_event(self, text: str) -> None: ...
+
+    def on_steps(self, done: int, loss: float) -> None: ...
+
+
+def test_a_demo_names_the_death_that_a_call_failed_of_before_it_was_news(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    team = Team(obedient, len(SERVERS) + len(TRAINERS))
+    monkeypatch.setattr(play_module, "Team", lambda *_, **__: team)
+
+    def fail() -> None:
+        os.kill(team.process_id(0), signal.SIGKILL)
+        raise PeerDead("server0 is gone, says trainer0")
+
+    play = Play(Silent(), 100, tmp_path / "trace.json")
+    monkeypatch.setattr(play, "_play", fail)
+    with pytest.raises(DemoFailed, match="server0 died, and the demo did not kill it: it was ended by SIGKILL"):
+        play.run()
+
+
 def test_a_demo_that_gives_up_ends_the_trainers_that_are_left(tmp_path: Path) -> None:
-    class Silent:
-        def on_event(self, text: str) -> None: ...
-
-        def on_steps(self, done: int, loss: float) -> None: ...
-
     play = Play(Silent(), 100, tmp_path / "trace.json")
     play._team = team = Team(obedient, len(SERVERS) + len(TRAINERS))
     trainers = [team.process_id(len(SERVERS) + number) for number in range(len(TRAINERS))]

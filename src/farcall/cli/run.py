@@ -153,6 +153,7 @@ class _Cluster:
         self._give_up_at: float | None = None
         self._interrupted = False
         self._store: Any = None
+        self._port: socket.socket | None = None
         self._environment = {
             "WORLD_SIZE": str(size),
             "PYTHONUNBUFFERED": "1",
@@ -167,10 +168,12 @@ class _Cluster:
         if restarts or not is_here:
             self._serve_store(is_here)
         else:
-            with socket.socket() as listening:
-                listening.bind((LOOPBACK, 0))
-                port = listening.getsockname()[1]
-            self._environment.update(MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port))
+            # Bound until all have ended: the system may give a port that was only looked up to others, while rank 0
+            # loads torch. Nothing listens on it, so rank 0's store, which sets the same option, can bind it, too.
+            self._port = socket.socket()
+            self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._port.bind((LOOPBACK, 0))
+            self._environment.update(MASTER_ADDR=LOOPBACK, MASTER_PORT=str(self._port.getsockname()[1]))
         if restarts:
             del self._environment["WORLD_SIZE"]
         self._workers: dict[int, _RunWorker] = {}
@@ -307,6 +310,8 @@ class _Cluster:
     def close(self) -> None:
         self._engine.close()
         self._store = None
+        if self._port is not None:
+            self._port.close()
 
     def _report(self) -> int:
         if self._interrupted:

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
@@ -31,6 +31,8 @@ START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 KILL_TIMEOUT_S = 10.0
 """How long the kernel may take to end killed members."""
+NEWS_S = 5.0
+"""How long the news of an end may take: the connections of a process end before it does, and its parent tells us."""
 _PR_SET_PDEATHSIG = 1
 _PRELOADED = ["torch", "torch.distributed.rpc", "farcall"]
 
@@ -65,10 +67,6 @@ class _Member:
     pipe: Connection
 
 
-def _how_it_ended(process: BaseProcess) -> str:
-    return "is running" if process.exitcode is None else how_it_ended(process.exitcode)
-
-
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent ends: a frozen process, or a killed parent, cannot."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -89,6 +87,7 @@ class Team:
         self._members: list[_Member] = []
         self._starting = threading.Lock()  # held while a member is replaced: none may come after the end
         self._ended = False
+        self._looking = threading.Lock()  # held for a look at an exit code
         begun = time.monotonic()
         try:
             for rank in range(size):
@@ -124,17 +123,16 @@ class Team:
         return number
 
     def has_ended(self, rank: int) -> bool:
-        return self._members[rank].process.exitcode is not None
+        return self._exit_code(self._members[rank].process) is not None
 
-    def how_it_ended(self, rank: int) -> str:
-        """For people: how a member ended, or that it runs."""
-        return _how_it_ended(self._members[rank].process)
+    def how_it_ended(self, rank: int, patience_s: float = 0.0) -> str:
+        """For people: how a member ended, or that it runs, even after ``patience_s``."""
+        return self._how_it_ended(self._members[rank].process, patience_s)
 
     def restart(self, rank: int, timeout_s: float) -> None:
         """Start a member that has ended again; returns once it runs."""
         before = self._members[rank].process
-        before.join(timeout_s)
-        if before.exitcode is None:
+        if self._exit_code(before, timeout_s) is None:
             raise MemberLost(f"cannot restart {before.name}: it has not ended")
         with self._starting:
             if self._ended:
@@ -148,7 +146,9 @@ class Team:
         try:
             member.pipe.send(request)
         except OSError as error:
-            raise MemberLost(f"{member.process.name} is gone: it {_how_it_ended(member.process)}") from error
+            raise MemberLost(
+                f"{member.process.name} is gone: it {self._how_it_ended(member.process, NEWS_S)}"
+            ) from error
         return self._receive(member, timeout_s)
 
     def freeze(self) -> None:
@@ -168,8 +168,8 @@ class Team:
                 pass  # it ended already; the join below reports it
         give_up_at = time.monotonic() + STOP_TIMEOUT_S
         for member in self._members:
-            member.process.join(max(0.0, give_up_at - time.monotonic()))
-        faulty = [member.process.name for member in self._members if member.process.exitcode != 0]
+            self._exit_code(member.process, give_up_at - time.monotonic())
+        faulty = [member.process.name for member in self._members if self._exit_code(member.process) != 0]
         self.kill()
         if faulty:
             raise TeamError(f"did not end in good order: {', '.join(faulty)}")
@@ -186,9 +186,9 @@ class Team:
             member.process.kill()
         give_up_at = time.monotonic() + KILL_TIMEOUT_S
         for member in self._members:
-            member.process.join(max(0.0, give_up_at - time.monotonic()))
+            self._exit_code(member.process, give_up_at - time.monotonic())
         self._directory.cleanup()
-        left = [member.process.name for member in self._members if member.process.exitcode is None]
+        left = [member.process.name for member in self._members if self._exit_code(member.process) is None]
         if left:
             raise MemberLost(f"still running {KILL_TIMEOUT_S:.0f} s after SIGKILL: {', '.join(left)}")
 
@@ -198,16 +198,33 @@ class Team:
         try:
             reply: _Reply = member.pipe.recv()
         except (EOFError, OSError) as error:
-            member.process.join(1.0)  # its pipe ends before it does
-            raise MemberLost(f"{member.process.name} {_how_it_ended(member.process)}, unexpectedly") from error
+            how = self._how_it_ended(member.process, NEWS_S)
+            raise MemberLost(f"{member.process.name} {how}, unexpectedly") from error
         if reply.failure is not None:
             raise TeamError(reply.failure)
         return reply.value
 
+    def _exit_code(self, process: BaseProcess, timeout_s: float = 0.0) -> int | None:
+        """The exit code of a process; None: it still runs after ``timeout_s``."""
+        give_up_at = time.monotonic() + timeout_s
+        while True:
+            # Of two threads that look at the same time, multiprocessing tells the second one 255, and later ones, too.
+            with self._looking:
+                process.join(0.0)  # which, unlike a look at its code, has multiprocessing forget one that has ended
+                code = process.exitcode
+            left_s = give_up_at - time.monotonic()
+            if code is not None or left_s <= 0:
+                return code
+            wait([process.sentinel], left_s)
+
+    def _how_it_ended(self, process: BaseProcess, patience_s: float) -> str:
+        code = self._exit_code(process, patience_s)
+        return "is running" if code is None else how_it_ended(code)
+
     def _signal(self, number: signal.Signals) -> None:
         for member in self._members:
             process = member.process
-            if process.pid is not None and process.is_alive():
+            if process.pid is not None and self._exit_code(process) is None:
                 try:
                     os.kill(process.pid, number)
                 except ProcessLookupError:

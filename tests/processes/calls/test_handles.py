@@ -255,7 +255,10 @@ def test_asyncio_waits_for_futures_and_its_timeouts_cancel_them(ps: farcall.Work
         Gate.open("asyncio")
         done, pending = await asyncio.wait([slow, quick], timeout=LONG_S)
         assert pending == set()
-        await asyncio.sleep(0)
+        give_up_at = monotonic() + LONG_S
+        while not threads:  # what was added later may be told first, by a thread that finds the future done
+            assert monotonic() < give_up_at
+            await asyncio.sleep(0.001)
         assert threads == [loop_thread]
         assert await asyncio.gather(slow, quick) == ["asyncio", 3]
         assert await farcall.gather(ps.start(add, 1, 2), ps.start(doubled, 1)) == (3, 2)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ import torch
 import farcall
 from farcall.cli.demo import training
 from farcall.cli.demo.training import LIMIT_S, OPERATIONS, RANKS, SERVERS, TRAINERS, Outage, Report, Step
-from farcall.cli.team import Team, TeamError
+from farcall.cli.team import NEWS_S, Team, TeamError
 
 ROUNDS = 20
 KILL_IN_ROUND = 8
@@ -137,7 +137,9 @@ class Play:
             try:
                 self._play()
                 self._team.stop()
-            except BaseException:
+            except BaseException as error:
+                if self._failure is None and isinstance(error, farcall.errors.NetworkError):
+                    self._failure = self._who_died(str(error))
                 self._team.kill()
                 raise
         except TeamError as error:
@@ -262,8 +264,19 @@ class Play:
         elif event.kind == "dead" and self._failure is None:
             self._give_up(self._how_it_died(name, event.why))
 
+    def _who_died(self, why: str) -> str | None:
+        """The death that a call failed of: the error may come first, from a worker that heard earlier of the death."""
+        names = [name for name in (*SERVERS, *TRAINERS) if name != VICTIM or not self.figures.death.killed_s]
+        give_up_at = monotonic() + NEWS_S
+        while self._failure is None and monotonic() < give_up_at:
+            for name in names:
+                if self._team.has_ended(RANKS[name] - 1):
+                    return self._how_it_died(name, why)
+            sleep(_LOOK_S)
+        return self._failure
+
     def _how_it_died(self, name: str, why: str) -> str:
-        how = self._team.how_it_ended(RANKS[name] - 1)
+        how = self._team.how_it_ended(RANKS[name] - 1, NEWS_S)
         return f"{name} died, and the demo did not kill it: it {how} ({why}). If memory is short, that may be why"
 
     def _give_up(self, why: str) -> None:

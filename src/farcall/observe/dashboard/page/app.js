@@ -13,6 +13,7 @@ const empty = (text) => [make("p", { class: "empty" }, text)];
 let state = null;
 let points = [];
 let paused = false;
+let pressed = false, overdue = false;  // while a button is pressed, news wait: there is no click on what was replaced
 let sorting = { key: "rank", down: false };
 let eventKind = "all";
 let openWorker = null;
@@ -305,7 +306,8 @@ async function ask() {
     points = points.concat(fresh.points.filter((point) => point.number > (points.at(-1)?.number ?? 0))).slice(-MOST_POINTS);
     const changed = !state || fresh.number !== state.number || fresh.error !== state.error;
     state = fresh;
-    if (changed && !paused) show();
+    if (changed && !paused && pressed) overdue = true;
+    else if (changed && !paused) show();
   } catch (reason) {
     error = reason.message ?? String(reason);
   }
@@ -334,6 +336,11 @@ find("event-kinds").addEventListener("click", (event) => {
   for (const button of find("event-kinds").children) button.setAttribute("aria-pressed", button.dataset.kind === kind);
   showEvents();
 });
+addEventListener("pointerdown", () => { pressed = true; }, true);
+for (const end of ["pointerup", "pointercancel"]) addEventListener(end, () => {
+  if (overdue) setTimeout(show);  // after the click
+  pressed = overdue = false;
+}, true);
 addEventListener("resize", () => { if (!find("matrix").hidden) matrix.draw(); });
 
 applyTheme();
