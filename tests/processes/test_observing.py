@@ -76,7 +76,7 @@ class Cluster:
         self.members = start_cluster(self.size, stay, str(self.done), **self.options)
         _wait_for(lambda: len(find_nodes(self.directory)) == self.size)
         with self.observer() as observer:
-            _wait_for(lambda: [one.state for one in observer.metrics().answers] == ["running"] * self.size)
+            _wait_for(lambda: [one.state for one in observer.metrics(PATIENCE_S).answers] == ["running"] * self.size)
         return self
 
     def __exit__(self, *_: object) -> None:
