@@ -76,7 +76,7 @@ class Cluster:
         self.members = start_cluster(self.size, stay, str(self.done), **self.options)
         _wait_for(lambda: len(find_nodes(self.directory)) == self.size)
         with self.observer() as observer:
-            _wait_for(lambda: [one.state for one in observer.metrics().answers] == ["running"] * self.size)
+            _wait_for(lambda: [one.state for one in observer.metrics(PATIENCE_S).answers] == ["running"] * self.size)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,6 +104,7 @@ def counted(rank: int) -> Metrics | None:
         farcall.rpc_sync("w1", fail)
     reference = farcall.remote("w1", echo, args=(1,))
     reference.to_here()
+    wait_until(lambda: len(current_runtime().calls) == 0)  # the value may come before the answer to its creation
     with autograd.context():
         found = farcall.metrics()
         del reference

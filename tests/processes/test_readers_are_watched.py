@@ -13,14 +13,19 @@ from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import run_cluster, temporary_file_url
 
 released = threading.Event()
+let_go = threading.Event()
 
 
 def nothing() -> None:
     pass
 
 
-def wait_a_little() -> None:
-    threading.Event().wait(0.05)
+def wait_until_let_go() -> None:
+    assert let_go.wait(60)
+
+
+def let_all_go() -> None:
+    let_go.set()
 
 
 class SlowToRebuild:
@@ -50,15 +55,18 @@ def chains(rank: int) -> None:
         entered.set()
         assert go_on.wait(60)
 
-    blocked = torch.futures.collect_all([farcall.rpc_async("w1", wait_a_little)]).then(block)
+    # The answers come when both callbacks are there: on this thread, and not on one that reads, they would run before.
+    answers = [farcall.rpc_async("w1", wait_until_let_go) for _ in range(2)]
+    blocked = torch.futures.collect_all(answers[:1]).then(block)
+    # A callback that waits the way torch does it, deaf to us.
+    chained = torch.futures.collect_all(answers[1:]).then(
+        lambda _: torch.futures.wait_all([farcall.rpc_async("w1", nothing, timeout=60)])
+    )
+    farcall.rpc_async("w1", let_all_go)  # and no wait, which could make this thread read the answers
     assert entered.wait(60)
     farcall.rpc_sync("w1", nothing, timeout=60)  # while the callback sits on the thread that read the answer
     go_on.set()
     blocked.wait()
-    # A callback that waits the way torch does it, deaf to us.
-    chained = torch.futures.collect_all([farcall.rpc_async("w1", wait_a_little)]).then(
-        lambda _: torch.futures.wait_all([farcall.rpc_async("w1", nothing, timeout=60)])
-    )
     chained.wait()
 
 

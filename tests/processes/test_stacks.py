@@ -84,7 +84,7 @@ def _snapshots_when(observer: Observer, condition: Callable[[list[WorkerSnapshot
     found: list[WorkerSnapshot] = []
 
     def look() -> bool:
-        found[:] = observer.snapshots().answers
+        found[:] = observer.snapshots(ANSWER_S).answers
         return condition(found)
 
     _wait_for(look)

@@ -105,10 +105,12 @@ def test_a_recording_that_nobody_fetches_ends_by_itself(tmp_path: Path, monkeypa
     with farcall.Node("alone", 0, 1, options):
         with find_observer(tmp_path / "run") as observer:
             begin = msgspec.msgpack.encode(cluster.TraceWish("unfetched", 0, 0.05))
-            assert observer.ask(cluster.TRACE_BEGIN, tuple[str, int], argument=begin).answers == [("alone", 0)]
+            begun = observer.ask(cluster.TRACE_BEGIN, tuple[str, int], PATIENCE_S, begin)
+            assert begun.answers == [("alone", 0)]
         wait_for(lambda: PROFILING.everywhere == 0)
         with find_observer(tmp_path / "run") as observer:
-            (harvest,) = observer.ask(cluster.TRACE_END, Harvest, argument=msgspec.msgpack.encode("unfetched")).answers
+            name = msgspec.msgpack.encode("unfetched")
+            (harvest,) = observer.ask(cluster.TRACE_END, Harvest, PATIENCE_S, name).answers
             assert harvest.spans == []
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 import farcall
 from farcall.errors import CorruptWeights, PublicationClosed, RpcTimeout, Superseded
+from farcall.protocol.weights import publisher
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import runtime_of
 from farcall.weights import subscriptions
@@ -27,7 +28,8 @@ from farcall.weights.node import Weights
 
 
 @pytest.fixture
-def nodes() -> Iterator[list[farcall.Node]]:
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[farcall.Node]]:
+    monkeypatch.setattr(publisher, "CLAIM_S", 10 * LONG_S)  # all know the publisher, however busy the machine is
     with team([None] * 3, size=3) as nodes:
         yield nodes
 
