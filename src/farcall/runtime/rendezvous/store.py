@@ -30,6 +30,7 @@ from farcall.runtime.rendezvous.missing_notice import MissingNotice
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.25
 _CONNECT_S = 5.0
+_SERVE_S = 2.0
 STORE_ANSWER_S = 5.0
 
 
@@ -157,8 +158,9 @@ def loopback_listener(host: str, port: int) -> socket.socket:
 def _tcp_store(
     place: MeetingPlace, host: str, *, deadline: float, serve: bool = False, listening: int | None = None
 ) -> KeyStore:
-    # Give torch all the time left: it does a reverse lookup of each address, which may take seconds.
-    seconds = max(0.1, deadline - time.monotonic())
+    # Give torch all the time left: it does a reverse lookup of each address, which may take seconds. And a moment in any
+    # case: a server that was late would blame its port, and others would not learn who is missing.
+    seconds = max(_SERVE_S if serve else 0.1, deadline - time.monotonic())
     store: KeyStore = dist.TCPStore(  # type: ignore[attr-defined,assignment]
         host,
         place.port,
