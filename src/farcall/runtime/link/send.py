@@ -244,10 +244,11 @@ class Outgoing:
     def _return_chunk(self, message: LargeMessage) -> None:
         """Under the write lock, for a sender that stops waiting: forget its last chunk if no byte of it has left.
 
-        The I/O thread finishes a chunk that has left in part.
+        The I/O thread finishes a chunk that has left in part; also one of which an earlier connection took some: a peer
+        that is not told would begin the next message in this slot with those bytes.
         """
         last = self._kept[-1] if self._kept else None
-        if isinstance(last, Chunk) and last.message is message:
+        if isinstance(last, Chunk) and last.message is message and not last.may_be_there:
             pieces = last.pieces()
             count = len(pieces)
             gone_or_going = self._transport.pending_bytes  # of a record begun: they leave, though still unsent here

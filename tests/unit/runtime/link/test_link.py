@@ -10,12 +10,14 @@ from queue import Queue
 from time import monotonic
 
 import pytest
-from tests.kit.memory_transport import memory_pair
+from tests.kit.memory_transport import MemoryTransport, memory_pair
 from tests.kit.waiting import wait_until
 
 from farcall.errors import Delivery, PeerDead, RpcTimeout
 from farcall.ids import WorkerInfo
+from farcall.protocol.frame_decoder import FrameDecoder
 from farcall.protocol.frames import MAX_SLOTS, REQUEST, Frame, encode_frame, encode_small
+from farcall.protocol.session import Session
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import Standby
 from farcall.runtime.io.timers import NEVER
@@ -571,3 +573,47 @@ def test_a_message_given_up_half_way_was_not_sent_and_leaves_nothing(ends: tuple
     assert right.next().call_id == 2
     assert right.frames.empty()
     assert not right.link.incoming._decoder._assemblies
+
+
+def test_ctrl_c_before_a_chunk_goes_again_tells_the_peer_which_may_have_some_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the next message in its slot would begin with its bytes."""
+    first, first_far = memory_pair(1024)
+    second, second_far = memory_pair(64 << 20)
+    end = End("peer", first, start=False)
+    outgoing, session, decoder = end.link.outgoing, Session(), FrameDecoder()
+    outgoing._kept = session.kept
+
+    def break_and_be_interrupted(_: object, timeout_s: float) -> bool:
+        outgoing.detach()
+        session.broke()
+        session.resume()
+        outgoing.resumed(session, 0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MemoryTransport, "wait_writable", break_and_be_interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            outgoing.send_pieces(large(1))
+        assert getattr(caught.value, "delivery", None) is Delivery.NOT_SENT
+        assert received(first_far, decoder) == []
+        decoder.restart()
+        outgoing.attach(second)
+        for number in range(2, 2 + MAX_SLOTS):
+            outgoing.send_pieces(large(number))
+            [frame] = received(second_far, decoder)
+            assert frame.call_id == number
+            assert bytes(frame.buffers[0]) == bytes([number]) * (1 << 20)
+    finally:
+        end.close()
+        for transport in (first_far, second, second_far):
+            transport.close()
+
+
+def received(transport: MemoryTransport, decoder: FrameDecoder) -> list[Frame]:
+    """The frames that have come over ``transport``."""
+    frames: list[Frame] = []
+    while count := transport.receive_into(decoder.writable()):
+        frames += decoder.received(count)
+    return frames
