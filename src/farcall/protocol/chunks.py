@@ -138,7 +138,7 @@ class Chunk:
         self.start: int = start
         self._end = end
         self.may_be_there: bool = False
-        """Does the peer perhaps have some of it, from an earlier connection? (Of a whole message it drops such bytes.)"""
+        """Has the peer perhaps some of it, from an earlier connection? (Of a whole message it drops such bytes.)"""
 
     @property
     def is_whole(self) -> bool:
