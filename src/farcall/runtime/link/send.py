@@ -296,7 +296,7 @@ class Outgoing:
                 self._wait_writable(WAIT_SLICE_S)
             raise RpcTimeout(f"{self._name} read no bytes in time: it is stopped, or too busy", Delivery.NOT_SENT)
         except TransportError as error:
-            self._on_error(error, self._transport)
+            self._failed(error)
         except _Interrupted:
             unkept.lost()  # no byte has left, and ``_kept`` does not have it: the session will not call this
         finally:
@@ -357,7 +357,7 @@ class Outgoing:
                         return False
                     self._wait_writable(min(WAIT_SLICE_S, remaining))
         except TransportError as error:
-            self._on_error(error, self._transport)
+            self._failed(error)
             raise _Interrupted from error
         return True
 
@@ -433,7 +433,7 @@ class Outgoing:
             if self.queue.full:
                 self.queue.has_room()
         except TransportError as error:
-            self._on_error(error, self._transport)
+            self._failed(error)
 
     def _take_outbox(self) -> list[bytes]:
         """Under the write lock: take the queued frames, which count as written from now on."""
@@ -473,6 +473,15 @@ class Outgoing:
         self.queue.down = True
         self.queue.full = True
         self.queue.wake_waiting()  # `end_sending` and `Link.wait_closed` wait for this, too
+
+    def _failed(self, error: TransportError) -> None:
+        """Under the write lock: the connection takes no bytes any more.
+
+        Pauses by itself. A helping reader may have met the break while `_go_on` was about to begin: the link knows it
+        already, its pause was undone, and whoever flushes would try without end. The next `attach` ends the pause.
+        """
+        self._on_error(error, self._transport)
+        self.pause()
 
     def detach(self) -> None:
         """On the I/O thread: let go of the broken connection, and of the bytes that it did not take."""
@@ -537,7 +546,7 @@ class Outgoing:
             self.pause()
             return True
         except TransportError as error:
-            self._on_error(error, self._transport)
+            self._failed(error)
             return False
         finally:
             sigint.leave()

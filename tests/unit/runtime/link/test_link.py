@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from queue import Queue
 from time import monotonic
@@ -17,12 +17,13 @@ from farcall.errors import Delivery, PeerDead, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol.frame_decoder import FrameDecoder
 from farcall.protocol.frames import MAX_SLOTS, REQUEST, Frame, encode_frame, encode_small
-from farcall.protocol.session import Session
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import Standby
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.link import Link
 from farcall.runtime.link.receive import IO_READS_S, LINGER_AFTER
+from farcall.runtime.link.send import Outgoing
+from farcall.transport.interface import TransportClosed
 from farcall.transport.unix import UnixTransport
 
 PATIENCE_S = 60.0
@@ -32,7 +33,7 @@ CAPACITY_BYTES = 64 * 1024
 class End:
     """One end: its loop, its link, and what came out of it."""
 
-    def __init__(self, name: str, transport: object, start: bool = True) -> None:
+    def __init__(self, name: str, transport: object, start: bool = True, resumes: bool = False) -> None:
         self.frames: Queue[Frame] = Queue()
         self.broken: Queue[str] = Queue()
         self.transport = transport
@@ -44,6 +45,7 @@ class End:
             self.frames.put,
             self.broken.put,
             1 << 20,  # type: ignore[arg-type]
+            acknowledge=(lambda count, more: None) if resumes else None,
         )
         self.loop.start()
         if start:
@@ -581,9 +583,8 @@ def test_ctrl_c_before_a_chunk_goes_again_tells_the_peer_which_may_have_some_of_
     """Else the next message in its slot would begin with its bytes."""
     first, first_far = memory_pair(1024)
     second, second_far = memory_pair(64 << 20)
-    end = End("peer", first, start=False)
-    outgoing, session, decoder = end.link.outgoing, Session(), FrameDecoder()
-    outgoing._kept = session.kept
+    end = End("peer", first, start=False, resumes=True)
+    outgoing, session, decoder = end.link.outgoing, end.link.session, FrameDecoder()
 
     def break_and_be_interrupted(_: object, timeout_s: float) -> bool:
         outgoing.detach()
@@ -617,3 +618,38 @@ def received(transport: MemoryTransport, decoder: FrameDecoder) -> list[Frame]:
     while count := transport.receive_into(decoder.writable()):
         frames += decoder.received(count)
     return frames
+
+
+def test_a_connection_that_breaks_while_it_is_attached_does_not_hold_up_the_io_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A helping reader may find the break before the writing half has the connection."""
+    first, first_far = memory_pair()
+    second, second_far = memory_pair()
+    end = End("peer", first, start=False, resumes=True)
+    link, attach, tried = end.link, Outgoing.attach, Counter[object]()
+
+    def attach_behind_the_break(outgoing: Outgoing, transport: MemoryTransport) -> None:
+        link.ended(transport)
+        attach(outgoing, transport)
+
+    def send(transport: MemoryTransport, buffers: object, descriptors: object = ()) -> int:
+        tried[transport] += 1
+        assert tried[transport] < 10, "it tries again and again"
+        raise TransportClosed("this side closed the connection")
+
+    try:
+        end.loop.stop()  # from here on this thread plays it
+        link.outgoing.send(small(1))
+        link.break_off("a test")
+        link.outgoing.send(small(2))
+        link.session.resume()
+        monkeypatch.setattr(MemoryTransport, "send", send)
+        monkeypatch.setattr(Outgoing, "attach", attach_behind_the_break)
+        link.attach(second, b"", 0)
+        assert not link.up
+        assert link.outgoing.queue.down
+    finally:
+        end.close()
+        for transport in (first_far, second_far):
+            transport.close()
