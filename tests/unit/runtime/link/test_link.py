@@ -15,6 +15,7 @@ from tests.kit.waiting import wait_until
 
 from farcall.errors import Delivery, PeerDead, RpcTimeout
 from farcall.ids import WorkerInfo
+from farcall.protocol import frame_decoder
 from farcall.protocol.frame_decoder import FrameDecoder
 from farcall.protocol.frames import MAX_SLOTS, REQUEST, Frame, encode_frame, encode_small
 from farcall.runtime.io.loop import Loop
@@ -471,6 +472,20 @@ def test_garbage_breaks_the_link(ends: tuple[End, End]) -> None:
     left, right = ends
     left.link.outgoing.send(b"this is no frame at all, and it is long enough to see that")
     assert "not the start of a frame" in right.broken.get(timeout=PATIENCE_S)
+
+
+def test_a_frame_that_there_is_no_memory_for_breaks_the_link(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be read once more: those who wait for an answer must learn that none comes."""
+
+    def fail(*_: object) -> Frame:
+        raise MemoryError
+
+    left, right = ends
+    monkeypatch.setattr(frame_decoder, "Frame", fail)
+    left.link.outgoing.send(small(1))
+    assert "no memory" in right.broken.get(timeout=PATIENCE_S)
 
 
 class Late(deque[Frame]):
