@@ -568,8 +568,13 @@ class Outgoing:
         self.queue.wake_waiting()  # a thread that waits for a connection asks for one (`_waits_for_connection`)
         self.flush()  # and so does a frame that was queued before the first line
 
-    def queued_calls(self) -> frozenset[int]:
-        """The ids of calls whose requests are queued and were never written."""
+    def stop(self) -> frozenset[int]:
+        """Before ``close``: write nothing any more. Returns the calls whose requests are queued and were never written.
+
+        Under the lock: a thread that is about to flush must not write one of them behind our back.
+        """
+        with self._write_lock:
+            self.pause()
         heads = (HEADER.unpack_from(data) for data in tuple(self._outbox))
         return frozenset(head[4] for head in heads if head[2] == REQUEST)
 

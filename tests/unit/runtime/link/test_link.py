@@ -468,6 +468,27 @@ def test_the_end_of_the_peer_is_told_once(ends: tuple[End, End]) -> None:
     assert left.broken.empty()
 
 
+def test_what_counts_as_never_sent_does_not_leave_meanwhile(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member may be given up while its connection works, and a thread about to flush."""
+    left, right = ends
+    interrupt, told = MemoryTransport.interrupt, threading.Event()
+
+    def flush_first(transport: MemoryTransport) -> None:
+        left.link.outgoing.flush()
+        interrupt(transport)
+
+    monkeypatch.setattr(MemoryTransport, "interrupt", flush_first)
+    left.link.outgoing.send(small(7), more=True)
+    left.loop.call_soon(lambda: left.link.die("the others gave it up"))
+    left.loop.call_soon(told.set)
+    assert told.wait(PATIENCE_S)
+    assert left.link.never_sent == {7}
+    assert right.broken.get(timeout=PATIENCE_S)
+    assert right.frames.empty()
+
+
 def test_garbage_breaks_the_link(ends: tuple[End, End]) -> None:
     left, right = ends
     left.link.outgoing.send(b"this is no frame at all, and it is long enough to see that")
