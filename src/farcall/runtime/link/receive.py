@@ -403,7 +403,9 @@ class Incoming:
         except IndexError:
             self._came_back = self._came_back + 1 if monotonic() - self._left_at < LINGER_S else 0
             descriptor = self._descriptor
-            if descriptor is not None:
+            # Only of a link that is up. A thread that looked before the last break may get the role when the next
+            # connection is watched and the link not up yet: it stops at once, and `end_reading` would leave it silent.
+            if descriptor is not None and self._link.up:
                 self._loop.silence(descriptor)
 
     def _take(self, count: int) -> bool:

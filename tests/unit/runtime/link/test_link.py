@@ -22,7 +22,7 @@ from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import Standby
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.link import Link
-from farcall.runtime.link.receive import IO_READS_S, LINGER_AFTER
+from farcall.runtime.link.receive import IO_READS_S, LINGER_AFTER, Incoming
 from farcall.runtime.link.send import Outgoing
 from farcall.transport.interface import TransportClosed
 from farcall.transport.unix import UnixTransport
@@ -346,6 +346,37 @@ def test_who_gets_the_role_after_the_break_leaves_the_last_words_to_the_io_threa
     assert end.broken.get(timeout=PATIENCE_S) == "for the test"
     end.close()
     far.close()
+
+
+def test_who_gets_the_role_just_before_the_link_is_up_does_not_leave_it_deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a thread looked before the last break; it finds the link down and stops, and nobody else would listen."""
+    near, far = socket.socketpair()
+    again, far_again = socket.socketpair()
+    end = End("near", UnixTransport(near), resumes=True)
+    link, incoming, watch = end.link, end.link.incoming, Incoming.watch_connection
+
+    def watch_and_be_helped(incoming: Incoming) -> None:
+        watch(incoming)
+        assert incoming._read_lock.acquire(False)
+        incoming._begin_helping()
+        incoming.end_reading()
+
+    def reconnect() -> None:
+        link.break_off("for the test")
+        link.session.resume()
+        link.attach(UnixTransport(again), b"", 0)
+
+    monkeypatch.setattr(Incoming, "watch_connection", watch_and_be_helped)
+    try:
+        end.loop.call_soon(reconnect)
+        far_again.send(small(7))
+        wait_until(lambda: link.up and link.transport.fileno() == again.fileno(), "the next connection")
+        assert end.next().call_id == 7
+        assert not incoming._silenced
+    finally:
+        end.close()
+        for one in (far, far_again):
+            one.close()
 
 
 class Never:
