@@ -81,7 +81,8 @@ class LargeMessage:
         return Chunk(self, start, end)
 
     def return_chunk(self, chunk: Chunk) -> None:
-        """Take back the last chunk, of which no byte has left: it is cut anew later, or never."""
+        """Take back the last chunk, of which no byte has left over any connection: it is cut anew later, or never."""
+        assert not chunk.may_be_there
         self.cut_bytes = chunk.start
 
     def bytes_of(self, start: int, end: int) -> list[Piece]:
@@ -114,6 +115,7 @@ class LargeMessage:
     def lost(self, chunk: Chunk) -> Sequence[Kept]:
         """Return what to write in place of ``chunk``, which the peer did not get."""
         if self._ours:
+            chunk.may_be_there = not chunk.is_whole
             return (chunk,)
         if self._is_lost or self._instead is None:
             return ()
@@ -127,14 +129,16 @@ class LargeMessage:
 
 
 class Chunk:
-    """A range of bytes of a large message, as a session keeps it until it is acknowledged."""
+    """A range of bytes of a large message, as a session keeps it until it is acknowledged. Mutable: `may_be_there`."""
 
-    __slots__ = ("_end", "message", "start")
+    __slots__ = ("_end", "may_be_there", "message", "start")
 
     def __init__(self, message: LargeMessage, start: int, end: int) -> None:
         self.message: LargeMessage = message
         self.start: int = start
         self._end = end
+        self.may_be_there: bool = False
+        """Has the peer perhaps some of it, from an earlier connection? (Of a whole message it drops such bytes.)"""
 
     @property
     def is_whole(self) -> bool:

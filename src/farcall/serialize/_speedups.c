@@ -319,9 +319,9 @@ static int64_t contiguous_bytes(const Described *tensor, unsigned item_bytes)
         if (tensor->shape[i] > 1 && __builtin_mul_overflow(step, tensor->shape[i], &step))
             return -1;
     }
-    if (is_empty)
-        return 0;
-    return __builtin_mul_overflow(step, (int64_t)item_bytes, &step) ? -1 : step;
+    if (__builtin_mul_overflow(step, (int64_t)item_bytes, &step)) /* an empty one, too: the reader refuses its shape */
+        return -1;
+    return is_empty ? 0 : step;
 }
 
 /* Takes over the reference to `view`, which may be NULL. */

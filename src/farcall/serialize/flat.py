@@ -175,6 +175,8 @@ class _Writer:
         shape = tuple(tensor.shape)
         if len(shape) > _MOST_DIMENSIONS or tensor.stride() != _row_major(shape):
             raise _NotFlat
+        if _extent_bytes(shape, dtype) >= 1 << 63:
+            raise _NotFlat  # an empty tensor, whose shape `_read_tensor` refuses
         size = int(prod(shape)) * dtype.itemsize
         is_large = size >= self.out_of_band_bytes
         self.text += (
@@ -204,6 +206,11 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def _extent_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """The bytes of a tensor, or those of an empty one if lengths of 0 were 1: its strides count them."""
+    return prod(max(size, 1) for size in shape) * dtype.itemsize
 
 
 def write_in_python(
@@ -361,7 +368,7 @@ class _Reader:
             raise _malformed("a tensor's description makes no sense")
         shape = struct.unpack(f"<{dimensions}q", self.take(8 * dimensions, "a tensor's shape is cut off"))
         dtype = DTYPES[code]
-        if dimensions and (min(shape) < 0 or prod(max(size, 1) for size in shape) * dtype.itemsize >= 1 << 63):
+        if dimensions and (min(shape) < 0 or _extent_bytes(shape, dtype) >= 1 << 63):
             raise _malformed("a tensor's shape makes no sense")
         size = prod(shape) * dtype.itemsize
         if is_large:

@@ -113,6 +113,7 @@ LEFT_TO_PICKLE: dict[str, Any] = {
     "lazy zeros": torch._efficientzerotensor(3),
     "shrunk": shrunk(),
     "shrunk behind an offset": shrunk_behind_an_offset(),
+    "empty, and longer than any memory": torch.empty(0, 1 << 61, 2),
     "float8": torch.ones(3).to(torch.float8_e4m3fn),
     "bits of a byte": torch.zeros(3, dtype=torch.uint8).view(torch.uint4),
     "array": torch.ones(3).numpy(),

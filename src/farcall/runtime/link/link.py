@@ -266,7 +266,7 @@ class Link:
         if self._told or self.broken is not None:
             return
         self._told = True
-        self.never_sent = self.outgoing.queued_calls()
+        self.never_sent = self.outgoing.stop()
         self.close(reason)
         self._on_broken(reason)
 

@@ -65,6 +65,7 @@ MOST_MISSED = 8
 SHARED_S = 1.0
 """How long no helping reader is relied on after two threads waited on one link, or after the link was left to a thread
 that did not come."""
+NO_MEMORY = "there is no memory for a frame that came"
 
 _NOTHING_COMES = FrameDecoder()
 """The decoder of all dead links: a live one may hold a quarter of a MiB, and dead members stay in the peer table."""
@@ -185,7 +186,10 @@ class Incoming:
     def _count(self, count: int) -> None:
         """Decode and count ``count`` received bytes; their frames are delivered, and acknowledged, later."""
         self.bytes_received += count
-        frames = self._decoder.received(count)
+        try:
+            frames = self._decoder.received(count)
+        except MemoryError as error:
+            raise FrameError(NO_MEMORY) from error
         self._link.session.received += len(frames) + self._decoder.uncounted
         self._decoder.uncounted = 0
         self._frames.extend(frames)
@@ -399,7 +403,9 @@ class Incoming:
         except IndexError:
             self._came_back = self._came_back + 1 if monotonic() - self._left_at < LINGER_S else 0
             descriptor = self._descriptor
-            if descriptor is not None:
+            # Only of a link that is up. A thread that looked before the last break may get the role when the next
+            # connection is watched and the link not up yet: it stops at once, and `end_reading` would leave it silent.
+            if descriptor is not None and self._link.up:
                 self._loop.silence(descriptor)
 
     def _take(self, count: int) -> bool:
@@ -410,7 +416,11 @@ class Incoming:
             return False
         self.bytes_received += count
         decoder = self._decoder
-        frames = decoder.received(count)
+        try:
+            frames = decoder.received(count)
+        except MemoryError as error:
+            # Frames that the decoder had taken already are lost, and nobody could count them.
+            raise FrameError(NO_MEMORY) from error
         if frames or decoder.uncounted:
             self._frames.extend(frames)
             session = self._link.session

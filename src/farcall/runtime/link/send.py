@@ -244,10 +244,11 @@ class Outgoing:
     def _return_chunk(self, message: LargeMessage) -> None:
         """Under the write lock, for a sender that stops waiting: forget its last chunk if no byte of it has left.
 
-        The I/O thread finishes a chunk that has left in part.
+        The I/O thread finishes a chunk that has left in part; also one of which an earlier connection took some: a peer
+        that is not told would begin the next message in this slot with those bytes.
         """
         last = self._kept[-1] if self._kept else None
-        if isinstance(last, Chunk) and last.message is message:
+        if isinstance(last, Chunk) and last.message is message and not last.may_be_there:
             pieces = last.pieces()
             count = len(pieces)
             gone_or_going = self._transport.pending_bytes  # of a record begun: they leave, though still unsent here
@@ -295,7 +296,7 @@ class Outgoing:
                 self._wait_writable(WAIT_SLICE_S)
             raise RpcTimeout(f"{self._name} read no bytes in time: it is stopped, or too busy", Delivery.NOT_SENT)
         except TransportError as error:
-            self._on_error(error, self._transport)
+            self._failed(error)
         except _Interrupted:
             unkept.lost()  # no byte has left, and ``_kept`` does not have it: the session will not call this
         finally:
@@ -356,7 +357,7 @@ class Outgoing:
                         return False
                     self._wait_writable(min(WAIT_SLICE_S, remaining))
         except TransportError as error:
-            self._on_error(error, self._transport)
+            self._failed(error)
             raise _Interrupted from error
         return True
 
@@ -432,7 +433,7 @@ class Outgoing:
             if self.queue.full:
                 self.queue.has_room()
         except TransportError as error:
-            self._on_error(error, self._transport)
+            self._failed(error)
 
     def _take_outbox(self) -> list[bytes]:
         """Under the write lock: take the queued frames, which count as written from now on."""
@@ -472,6 +473,15 @@ class Outgoing:
         self.queue.down = True
         self.queue.full = True
         self.queue.wake_waiting()  # `end_sending` and `Link.wait_closed` wait for this, too
+
+    def _failed(self, error: TransportError) -> None:
+        """Under the write lock: the connection takes no bytes any more.
+
+        Pauses by itself. A helping reader may have met the break while `_go_on` was about to begin: the link knows it
+        already, its pause was undone, and whoever flushes would try without end. The next `attach` ends the pause.
+        """
+        self._on_error(error, self._transport)
+        self.pause()
 
     def detach(self) -> None:
         """On the I/O thread: let go of the broken connection, and of the bytes that it did not take."""
@@ -536,7 +546,7 @@ class Outgoing:
             self.pause()
             return True
         except TransportError as error:
-            self._on_error(error, self._transport)
+            self._failed(error)
             return False
         finally:
             sigint.leave()
@@ -558,8 +568,13 @@ class Outgoing:
         self.queue.wake_waiting()  # a thread that waits for a connection asks for one (`_waits_for_connection`)
         self.flush()  # and so does a frame that was queued before the first line
 
-    def queued_calls(self) -> frozenset[int]:
-        """The ids of calls whose requests are queued and were never written."""
+    def stop(self) -> frozenset[int]:
+        """Before ``close``: write nothing any more. Returns the calls whose requests are queued and were never written.
+
+        Under the lock: a thread that is about to flush must not write one of them behind our back.
+        """
+        with self._write_lock:
+            self.pause()
         heads = (HEADER.unpack_from(data) for data in tuple(self._outbox))
         return frozenset(head[4] for head in heads if head[2] == REQUEST)
 

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from queue import Queue
 from time import monotonic
 
 import pytest
-from tests.kit.memory_transport import memory_pair
+from tests.kit.memory_transport import MemoryTransport, memory_pair
 from tests.kit.waiting import wait_until
 
 from farcall.errors import Delivery, PeerDead, RpcTimeout
 from farcall.ids import WorkerInfo
+from farcall.protocol import frame_decoder
+from farcall.protocol.frame_decoder import FrameDecoder
 from farcall.protocol.frames import MAX_SLOTS, REQUEST, Frame, encode_frame, encode_small
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import Standby
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.link import Link
-from farcall.runtime.link.receive import IO_READS_S, LINGER_AFTER
+from farcall.runtime.link.receive import IO_READS_S, LINGER_AFTER, Incoming
+from farcall.runtime.link.send import Outgoing
+from farcall.transport.interface import TransportClosed
 from farcall.transport.unix import UnixTransport
 
 PATIENCE_S = 60.0
@@ -30,7 +34,7 @@ CAPACITY_BYTES = 64 * 1024
 class End:
     """One end: its loop, its link, and what came out of it."""
 
-    def __init__(self, name: str, transport: object, start: bool = True) -> None:
+    def __init__(self, name: str, transport: object, start: bool = True, resumes: bool = False) -> None:
         self.frames: Queue[Frame] = Queue()
         self.broken: Queue[str] = Queue()
         self.transport = transport
@@ -42,6 +46,7 @@ class End:
             self.frames.put,
             self.broken.put,
             1 << 20,  # type: ignore[arg-type]
+            acknowledge=(lambda count, more: None) if resumes else None,
         )
         self.loop.start()
         if start:
@@ -343,6 +348,37 @@ def test_who_gets_the_role_after_the_break_leaves_the_last_words_to_the_io_threa
     far.close()
 
 
+def test_who_gets_the_role_just_before_the_link_is_up_does_not_leave_it_deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a thread looked before the last break; it finds the link down and stops, and nobody else would listen."""
+    near, far = socket.socketpair()
+    again, far_again = socket.socketpair()
+    end = End("near", UnixTransport(near), resumes=True)
+    link, incoming, watch = end.link, end.link.incoming, Incoming.watch_connection
+
+    def watch_and_be_helped(incoming: Incoming) -> None:
+        watch(incoming)
+        assert incoming._read_lock.acquire(False)
+        incoming._begin_helping()
+        incoming.end_reading()
+
+    def reconnect() -> None:
+        link.break_off("for the test")
+        link.session.resume()
+        link.attach(UnixTransport(again), b"", 0)
+
+    monkeypatch.setattr(Incoming, "watch_connection", watch_and_be_helped)
+    try:
+        end.loop.call_soon(reconnect)
+        far_again.send(small(7))
+        wait_until(lambda: link.up and link.transport.fileno() == again.fileno(), "the next connection")
+        assert end.next().call_id == 7
+        assert not incoming._silenced
+    finally:
+        end.close()
+        for one in (far, far_again):
+            one.close()
+
+
 class Never:
     """An answer that does not come."""
 
@@ -463,10 +499,45 @@ def test_the_end_of_the_peer_is_told_once(ends: tuple[End, End]) -> None:
     assert left.broken.empty()
 
 
+def test_what_counts_as_never_sent_does_not_leave_meanwhile(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member may be given up while its connection works, and a thread about to flush."""
+    left, right = ends
+    interrupt, told = MemoryTransport.interrupt, threading.Event()
+
+    def flush_first(transport: MemoryTransport) -> None:
+        left.link.outgoing.flush()
+        interrupt(transport)
+
+    monkeypatch.setattr(MemoryTransport, "interrupt", flush_first)
+    left.link.outgoing.send(small(7), more=True)
+    left.loop.call_soon(lambda: left.link.die("the others gave it up"))
+    left.loop.call_soon(told.set)
+    assert told.wait(PATIENCE_S)
+    assert left.link.never_sent == {7}
+    assert right.broken.get(timeout=PATIENCE_S)
+    assert right.frames.empty()
+
+
 def test_garbage_breaks_the_link(ends: tuple[End, End]) -> None:
     left, right = ends
     left.link.outgoing.send(b"this is no frame at all, and it is long enough to see that")
     assert "not the start of a frame" in right.broken.get(timeout=PATIENCE_S)
+
+
+def test_a_frame_that_there_is_no_memory_for_breaks_the_link(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be read once more: those who wait for an answer must learn that none comes."""
+
+    def fail(*_: object) -> Frame:
+        raise MemoryError
+
+    left, right = ends
+    monkeypatch.setattr(frame_decoder, "Frame", fail)
+    left.link.outgoing.send(small(1))
+    assert "no memory" in right.broken.get(timeout=PATIENCE_S)
 
 
 class Late(deque[Frame]):
@@ -571,3 +642,81 @@ def test_a_message_given_up_half_way_was_not_sent_and_leaves_nothing(ends: tuple
     assert right.next().call_id == 2
     assert right.frames.empty()
     assert not right.link.incoming._decoder._assemblies
+
+
+def test_ctrl_c_before_a_chunk_goes_again_tells_the_peer_which_may_have_some_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the next message in its slot would begin with its bytes."""
+    first, first_far = memory_pair(1024)
+    second, second_far = memory_pair(64 << 20)
+    end = End("peer", first, start=False, resumes=True)
+    outgoing, session, decoder = end.link.outgoing, end.link.session, FrameDecoder()
+
+    def break_and_be_interrupted(_: object, timeout_s: float) -> bool:
+        outgoing.detach()
+        session.broke()
+        session.resume()
+        outgoing.resumed(session, 0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MemoryTransport, "wait_writable", break_and_be_interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            outgoing.send_pieces(large(1))
+        assert getattr(caught.value, "delivery", None) is Delivery.NOT_SENT
+        assert received(first_far, decoder) == []
+        decoder.restart()
+        outgoing.attach(second)
+        for number in range(2, 2 + MAX_SLOTS):
+            outgoing.send_pieces(large(number))
+            [frame] = received(second_far, decoder)
+            assert frame.call_id == number
+            assert bytes(frame.buffers[0]) == bytes([number]) * (1 << 20)
+    finally:
+        end.close()
+        for transport in (first_far, second, second_far):
+            transport.close()
+
+
+def received(transport: MemoryTransport, decoder: FrameDecoder) -> list[Frame]:
+    """The frames that have come over ``transport``."""
+    frames: list[Frame] = []
+    while count := transport.receive_into(decoder.writable()):
+        frames += decoder.received(count)
+    return frames
+
+
+def test_a_connection_that_breaks_while_it_is_attached_does_not_hold_up_the_io_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A helping reader may find the break before the writing half has the connection."""
+    first, first_far = memory_pair()
+    second, second_far = memory_pair()
+    end = End("peer", first, start=False, resumes=True)
+    link, attach, tried = end.link, Outgoing.attach, Counter[object]()
+
+    def attach_behind_the_break(outgoing: Outgoing, transport: MemoryTransport) -> None:
+        link.ended(transport)
+        attach(outgoing, transport)
+
+    def send(transport: MemoryTransport, buffers: object, descriptors: object = ()) -> int:
+        tried[transport] += 1
+        assert tried[transport] < 10, "it tries again and again"
+        raise TransportClosed("this side closed the connection")
+
+    try:
+        end.loop.stop()  # from here on this thread plays it
+        link.outgoing.send(small(1))
+        link.break_off("a test")
+        link.outgoing.send(small(2))
+        link.session.resume()
+        monkeypatch.setattr(MemoryTransport, "send", send)
+        monkeypatch.setattr(Outgoing, "attach", attach_behind_the_break)
+        link.attach(second, b"", 0)
+        assert not link.up
+        assert link.outgoing.queue.down
+    finally:
+        end.close()
+        for transport in (first_far, second_far):
+            transport.close()
