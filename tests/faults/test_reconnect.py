@@ -222,7 +222,7 @@ def test_a_large_value_that_is_lost_on_its_way_is_fetched_again() -> None:
     faults = Faults()
     with team(faults, transports=("tcp",)) as nodes:
         rref = nodes[0].remote("w1", make, (7, LARGE))
-        rref._get_future().wait()  # the answer of the creation is there: it could come before or after that of the first use
+        rref._get_future().wait()  # its answer is there, which may come behind that of the first use
         with faults.cut(kind="response", to="w0", count=3) as rule:
             assert (rref.to_here() == 7).all()
             assert rule.hits == 3
