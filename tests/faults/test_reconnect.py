@@ -265,14 +265,11 @@ def test_memory_is_offered_again_where_the_offer_was_lost() -> None:
         peer = runtime_of(nodes[0]).other(1)
         assert peer is not None
         for _ in range(30):  # descriptors are on their way when the connection is cut; so are tensors without a segment
-            before = peer.link.transport
             rule = faults.cut(sender="w0")
             again = farcall.Retry(attempts=10, backoff_s=0.001)
             assert nodes[0].rpc_sync("w1", total, (1, torch.ones(LARGE)), retry=again) == LARGE
             rule.wait_hits()
             rule.lift()
-            # It counts a moment before the connection ends, and what is sent in between is lost.
-            wait_until(lambda: peer.link.up and peer.link.transport is not before)  # noqa: B023
         for _ in range(3):
             assert nodes[0].rpc_sync("w1", total, (1, torch.ones(LARGE))) == LARGE
         wait_until(lambda: peer.lending.is_used)
