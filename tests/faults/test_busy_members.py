@@ -178,6 +178,7 @@ def test_a_newcomer_gets_in_while_the_member_that_gives_out_names_keeps_the_inte
         ranks = found.node.rpc_async("w1", _join_beside, (found.url, QUICK), timeout=2 * LONG_S)
         hold(HELD_S)
         assert ranks.wait() == "late"
+        wait_until(lambda: len(found.node.workers()) == size)  # it has left again
         found.check_nobody_lost()
 
 

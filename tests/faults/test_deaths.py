@@ -47,7 +47,7 @@ def outlive(rank: int, path: str) -> list[tuple[str, str, float]]:
     if rank == 2:
         return []
     future = farcall.rpc_async("w1", touch_and_sleep, (path,), timeout=0)
-    chained = farcall.rpc_async("w1", time.sleep, (LONG_S,), timeout=0).then(lambda done: done.value())
+    chained = farcall.rpc_async("w1", time.sleep, (LONG_S * 10,), timeout=0).then(lambda done: done.value())
     victim = farcall.rpc_sync("w1", os.getpid)
     outcome: list[tuple[str, str, float]] = []
     killed_at = [0.0]

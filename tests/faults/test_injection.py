@@ -21,12 +21,15 @@ from farcall.errors import Delivery, NetworkError, PeerDead, ReferenceLost, RpcT
 from farcall.options import MembershipOptions, MemoryOptions
 from farcall.protocol.frames import REQUEST, Frame
 from farcall.rpc.references import NodeReferences
+from farcall.runtime.calls import executor
 from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import run_cluster
 from farcall.testing.faults import Faults
 
 SHORT_S = 0.3
 LARGE = 1 << 18  # elements; as floats 1 MiB, so it goes through shared memory
+UNWATCHED = replace(PATIENT, probe_interval_s=10 * LONG_S)
+"""No probe finds a silent connection, and has it replaced."""
 
 ran: list[Any] = []
 may_end = threading.Event()
@@ -271,9 +274,11 @@ def test_a_delay_in_order_holds_what_follows():
         assert first.wait() == 1
 
 
-def test_reordered_requests_swap():
+def test_reordered_requests_swap(monkeypatch):
     faults = Faults()
-    # One thread runs calls as they come in; and no probe passes the held request before the second one does.
+    # One thread runs calls as they come in: no other is added if that one is late. And no probe passes the held request
+    # before the second one does.
+    monkeypatch.setattr(executor, "MOST_EXTRA_THREADS", 0)
     silent = MembershipOptions(probe_interval_s=LONG_S)
     with (
         team(faults, num_worker_threads=1, membership=silent) as nodes,
@@ -351,8 +356,7 @@ def test_a_cut_at_a_message_takes_the_message_with_it():
 
 def test_a_half_open_connection_is_silent_until_it_heals():
     faults = Faults()
-    silent = replace(PATIENT, probe_interval_s=10 * LONG_S)  # a probe would find it silent, and have it replaced
-    with team(faults, membership=silent) as nodes:
+    with team(faults, membership=UNWATCHED) as nodes:
         with faults.half_open(sender="w0", to="w1") as rule:
             rule.wait_hits()
             there = nodes[0].rpc_async("w1", run, (1,))
@@ -378,7 +382,10 @@ def test_a_half_open_connection_heals_by_itself():
 
 def test_who_sends_into_silence_has_to_wait_at_last():
     faults = Faults()
-    with team(faults, transports=("tcp",)) as nodes, faults.half_open(sender="w0", to="w1") as rule:
+    with (
+        team(faults, transports=("tcp",), membership=UNWATCHED) as nodes,
+        faults.half_open(sender="w0", to="w1") as rule,
+    ):
         rule.wait_hits()
         big = torch.ones(16 << 20)
         with pytest.raises(RpcTimeout, match="did not read"):

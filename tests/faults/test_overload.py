@@ -213,11 +213,11 @@ def test_who_got_a_reference_before_it_was_refused_hears_that_it_never_came() ->
         limits=LimitOptions(max_queued_calls=LIMIT, when_overloaded="fail"),
     ) as nodes:
         with full(nodes[1], nodes[0]):
-            with faults.delay(2.0, kind="failure", to="w0"):  # the refusal, so that the reference is sent on first
+            with faults.half_open(kind="failure", to="w0"):  # the refusal is held up until the reference is sent on
                 rref = nodes[0].remote("w1", run, ("a",))
                 use = nodes[0].rpc_async("w2", to_here, (rref,))
-                with pytest.raises(Overloaded):
-                    rref.to_here()
+            with pytest.raises(Overloaded):
+                rref.to_here()
             del rref
         with pytest.raises((ReferenceLost, Overloaded)):
             use.wait()

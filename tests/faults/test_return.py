@@ -64,9 +64,22 @@ def _call(to: str) -> int:
     return result
 
 
-def _reaches(name: str) -> bool:
-    """On a worker: does it know the present member of that name, and is it connected to it?"""
-    return not farcall.api.current_runtime().peer(name).broken
+def _reaches(name: str, incarnation: int) -> bool:
+    """On a worker: does it know that member of that name, which had another before, and is it connected to it?"""
+    return _knows(farcall.api.current_runtime(), name, incarnation)
+
+
+def _knows(here: Runtime, name: str, incarnation: int) -> bool:
+    peer = here.peer(name)
+    return peer.incarnation == incarnation and not peer.broken
+
+
+def wait_until_known(new: farcall.Node, to: farcall.Node, through: tuple[str, ...] = ()) -> None:
+    """Until ``to`` knows the successor ``new``, and so do the workers ``through``."""
+    name, incarnation = runtime_of(new).info.name, runtime_of(new).me.incarnation
+    wait_until(lambda: _knows(runtime_of(to), name, incarnation))
+    for other in through:
+        wait_until(lambda other=other: to.rpc_sync(other, _reaches, (name, incarnation)))  # type: ignore[misc]
 
 
 def _successor(rank: int, url: str, size: int | None) -> farcall.Node:
@@ -82,10 +95,10 @@ def test_a_killed_worker_is_replaced_in_a_group_of_fixed_size(tmp_path: Any) -> 
         others[1].process.join()
         with _successor(2, url, 3) as new:
             assert [worker.name for worker in new.workers()] == ["w0", "w1", "w2"]
-            wait_until(lambda: not runtime_of(node).peer("w2").broken)
+            wait_until_known(new, node)
             assert node.rpc_sync("w2", int, ("7",)) == 7
             assert new.rpc_sync("w1", int, ("8",)) == 8
-            wait_until(lambda: node.rpc_sync("w1", _reaches, ("w2",)))
+            wait_until_known(new, node, through=("w1",))
             assert node.rpc_sync("w1", _call, ("w2",)) == 7
             with pytest.raises(ReferenceLost):
                 old.to_here()
@@ -118,8 +131,7 @@ def test_a_backward_pass_goes_through_a_worker_that_was_replaced(tmp_path: Any) 
         others[1].kill(signal.SIGKILL)
         others[1].process.join()
         with _successor(2, url, 3) as new:
-            wait_until(lambda: not runtime_of(node).peer("w2").broken)
-            wait_until(lambda: node.rpc_sync("w1", _reaches, ("w2",)))
+            wait_until_known(new, node, through=("w1",))
             assert node.rpc_sync("w1", _train, ("w2",)) == [2.0, 2.0, 2.0]
             assert node.rpc_sync("w2", _train, ("w1",)) == [2.0, 2.0, 2.0]
             together([node.shutdown, new.shutdown])
@@ -147,7 +159,7 @@ def test_a_successor_without_the_store_names_a_member(tmp_path: Any) -> None:
             with pytest.raises(BadRank, match="world_size"), _successor(1, url, size):
                 pass
         with _successor(1, url, 2) as new:
-            wait_until(lambda: not runtime_of(node).peer("w1").broken)
+            wait_until_known(new, node)
             assert node.rpc_sync("w1", int, ("7",)) == 7
             together([node.shutdown, new.shutdown])
 

@@ -107,9 +107,10 @@ class Worker:
 class Soak:
     """The cluster, and what is done to it. Each of these is a generator that yields while it waits."""
 
-    def __init__(self, node: farcall.Node, workers: list[Worker]) -> None:
+    def __init__(self, node: farcall.Node, workers: list[Worker], directory: Path) -> None:
         self.node = node
         self.workers = workers
+        self.directory = directory
         self.source = random.Random(SEED)
         self.first = [self.kill, self.stop_briefly, self.stop_for_long]
         """What is done at first, so that everything is done at least once."""
@@ -190,7 +191,9 @@ class Soak:
         except farcall.errors.UnknownWorker:
             return None
         incarnation = incarnation_text(peer.incarnation)
-        return None if peer.broken or incarnation in self.dead else incarnation
+        # That of a process before this one may not be known to be dead yet.
+        is_present = lives(self.directory).get(incarnation) == worker.process.pid
+        return incarnation if is_present and not peer.broken and incarnation not in self.dead else None
 
     def pause(self, longest_s: float) -> Iterator[None]:
         until = monotonic() + self.source.uniform(0.0, longest_s)
@@ -208,7 +211,7 @@ def soak(directory: str) -> Iterator[Soak]:
     workers = [Worker(rank, url, directory) for rank in range(1, len(NAMES))]
     try:
         wait_until(lambda: len(node.workers()) == len(NAMES), "not all have come")
-        yield Soak(node, workers)
+        yield Soak(node, workers, Path(directory))
     finally:
         Path(directory, "stop").touch()
         Path(directory, "leave").touch()
