@@ -158,8 +158,8 @@ def loopback_listener(host: str, port: int) -> socket.socket:
 def _tcp_store(
     place: MeetingPlace, host: str, *, deadline: float, serve: bool = False, listening: int | None = None
 ) -> KeyStore:
-    # Give torch all the time left: it does a reverse lookup of each address, which may take seconds. And a moment in any
-    # case: a server that was late would blame its port, and others would not learn who is missing.
+    # Give torch all the time left: it does a reverse lookup of each address, which may take seconds. A server gets a
+    # moment in any case: a late one would blame its port, and others would not learn who is missing.
     seconds = max(_SERVE_S if serve else 0.1, deadline - time.monotonic())
     store: KeyStore = dist.TCPStore(  # type: ignore[attr-defined,assignment]
         host,
