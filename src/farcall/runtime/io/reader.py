@@ -3,6 +3,11 @@
 One thread at a time reads a link. It must not block: the frame that it would wait for may be behind the one that it
 handles. So everything in farcall that is about to wait calls ``stop_reading`` first.
 
+A garbage collection may begin anywhere and run destructors of the program's, also amid a read, or where this thread
+holds a lock of farcall's. A wait in there would go on with bytes that are half read, or wait for its own thread. So it
+raises if the collection interrupts farcall's machinery, once its call is made. (A flag around each such section would
+raise less often, and cost every call more.)
+
 A hop to a worker thread costs more than a function that takes microseconds. So the I/O thread itself runs a request
 whose function was quick when it last ran, and the thread that read an answer without Python callbacks unpickles it and
 completes its future. The rule that control messages never wait for user code still holds: a standby thread checks every
@@ -21,10 +26,16 @@ uses it for one frame after the other.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import sys
 import threading
+from collections.abc import Callable
 from time import monotonic
+from types import FrameType
 from typing import Protocol
+
+from farcall.errors import RpcError
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -82,8 +93,10 @@ class _Reading(threading.local):
     """What the calling thread reads: one link, or, as the I/O thread of a loop, all links without another reader.
 
     ``watch`` is over the function that the thread runs meanwhile; ``idle_watch`` is the same object, to be used again.
+    ``interrupted``: a garbage collection runs on this thread, amid farcall's own code.
     """
 
+    interrupted: bool = False
     link: Readable | None = None
     watch: Watch | None = None
     idle_watch: Watch | None = None
@@ -91,6 +104,34 @@ class _Reading(threading.local):
 
 
 reading: _Reading = _Reading()
+_INTERRUPTIBLE = ("farcall.api", "farcall.node", "farcall.rpc.call", "farcall.rpc.future", "farcall.serialize")
+"""Modules through which a call passes without a lock, and before it is a reader."""
+
+
+def _on_collection(
+    phase: str,
+    info: object,
+    # Bound here: at the end of the interpreter the names of this module are gone, and collections go on.
+    here: _Reading = reading,
+    frame_of: Callable[[int], FrameType] = sys._getframe,
+    library: frozenset[str] = sys.stdlib_module_names,
+    interruptible: tuple[str, ...] = _INTERRUPTIBLE,
+) -> None:
+    """Note whether a collection that begins on this thread interrupts farcall, called by the program or by a thread."""
+    here.interrupted = False
+    frame = frame_of(0).f_back if phase == "start" else None
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        package = module.partition(".")[0]
+        if package == "farcall" and not module.startswith(interruptible):
+            here.interrupted = True
+            return
+        if package != "farcall" and package not in library:
+            return  # the program's own code
+        frame = frame.f_back
+
+
+gc.callbacks.append(_on_collection)
 
 
 def in_event_loop() -> bool:
@@ -103,7 +144,15 @@ def in_event_loop() -> bool:
 
 
 def stop_reading() -> None:
-    """To be called by a thread about to block: if it is a reader, another thread must read on."""
+    """To be called by a thread about to block: if it is a reader, another thread must read on.
+
+    Raises ``RpcError`` in a destructor that interrupts farcall itself.
+    """
+    if reading.interrupted:
+        raise RpcError(
+            "a destructor cannot wait for another worker here: the garbage collection that runs it interrupts farcall "
+            "itself. Its call is made, but nobody gets the answer: use rpc_async in destructors"
+        )
     link = reading.link
     if link is not None:
         # The watch of this thread, not of the link: another thread may read the link by now, under a watch of its own.

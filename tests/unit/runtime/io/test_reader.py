@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
+from types import FunctionType
 
 import pytest
 
+from farcall.errors import RpcError
 from farcall.runtime.io import reader
 from farcall.runtime.io.reader import Standby, claim, reading, stop_reading
 
@@ -151,3 +154,34 @@ def test_readers_that_find_the_standby_thread_asleep_at_once_start_one(monkeypat
     standby.stop()
     assert len(started) == 1
     assert not started[0].is_alive()
+
+
+class Cyclic:
+    """Only a garbage collection ends it."""
+
+    def __init__(self, ends: list[Exception | None]) -> None:
+        self.itself = self
+        self.ends = ends
+
+    def __del__(self) -> None:
+        try:
+            stop_reading()
+        except RpcError as error:
+            self.ends.append(error)
+        else:
+            self.ends.append(None)
+
+
+def collect() -> None:
+    gc.collect()
+
+
+@pytest.mark.parametrize("interrupted", ["farcall.runtime.link.send", "program"])
+def test_a_destructor_may_wait_unless_it_interrupts_farcall(interrupted: str) -> None:
+    ends: list[Exception | None] = []
+    Cyclic(ends)
+    amid = FunctionType(collect.__code__, {"__name__": interrupted, "gc": gc})
+    amid()
+    (end,) = ends
+    assert isinstance(end, RpcError) is (interrupted != "program")
+    stop_reading()  # afterwards everybody may
