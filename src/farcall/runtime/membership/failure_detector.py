@@ -137,6 +137,11 @@ class FailureDetector:
         """Is this node a member, perhaps a leaving one?"""
         return self._machine.state in (State.MEMBER, State.LEAVING)
 
+    @property
+    def is_leaving(self) -> bool:
+        """Does this node leave, and tell the others so?"""
+        return self._machine.state is State.LEAVING
+
     def leave(self, timeout_s: float) -> None:
         """Tell the others that this node leaves, and wait until they know. From the thread that shuts down."""
         self._loop.call_soon(lambda: self.feed(events.LocalLeave()))

@@ -393,7 +393,9 @@ class PeerTable:
         if peer is not None and peer.linked and peer.link.broken is None:
             if peer.link.up or peer.link.outgoing.asleep:
                 peer.control(message)
-            return  # otherwise it is being dialled, or will dial us: drop the message
+                return
+            if not self.connector.is_dialling(incarnation):
+                return  # it will dial us, or is dialled again: drop the message
         stranger = self._strangers.get(incarnation)
         if stranger is not None and stranger.link.up:
             stranger.control(message)
@@ -424,8 +426,10 @@ class PeerTable:
         self.watcher.on_change("joined", member, "")
         if self.watch.is_neighbour(incarnation) and not (peer.linked and peer.link.up):
             me = self.watch.me
-            if (me.admission, me.rank, me.incarnation) > (member.admission, member.rank, incarnation):
-                self.connector.dial(member)  # we joined later: we dial
+            # The later one dials, and who leaves: it has to tell the newcomer, which does not dial if it knows already.
+            is_later = (me.admission, me.rank, me.incarnation) > (member.admission, member.rank, incarnation)
+            if is_later or self.watch.is_leaving:
+                self.connector.dial(member)
         held, peer.held = peer.held, []
         for frame in held:
             self._on_frame(peer, frame)

@@ -19,11 +19,13 @@ from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol.connector import Ended, Outcome, Step
 from farcall.protocol.member import Member
-from farcall.protocol.membership.messages import Gossip
+from farcall.protocol.membership.events import LocalLeave
+from farcall.protocol.membership.messages import Ack, Gossip, Status, Update
+from farcall.protocol.membership.messages import Ping as MembershipPing
 from farcall.protocol.messages import FORGOT_SHUTDOWN, LEFT, Ping
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.connector import Connector
-from farcall.runtime.link.dialler import Found
+from farcall.runtime.link.dialler import Dialler, Found
 from farcall.runtime.peers import table as tables
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import RemotePeer
@@ -102,6 +104,24 @@ def test_nothing_is_kept_of_those_who_came_and_went(make: Tables) -> None:
         make.on_loop(lambda member=member: table.on_died(member, "the test says so"))  # type: ignore[misc]
     wait_until(lambda: not table._by_incarnation, "their ends")
     assert not table._awaited
+
+
+def test_who_leaves_dials_a_newcomer_and_tells_it_so(make: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newcomer does not dial if it has heard of the leave before, and the leave would wait for its word in vain."""
+    member, newcomer = OTHERS[:2]
+    told: list[tuple[Member, Any]] = []
+    monkeypatch.setattr(Dialler, "start", lambda _: None)
+    table = make.make(member)
+    dial = table.connector.dial
+    monkeypatch.setattr(table.connector, "dial", lambda to, news=None: (told.append((to, news)), dial(to, news)))
+    make.on_loop(lambda: table.watch.feed(LocalLeave()))
+    told.clear()
+    left, joined = Update(ME.incarnation, Status.LEFT, 0), Update(newcomer.incarnation, Status.ALIVE, 0, newcomer)
+    make.on_loop(lambda: table.watch.on_message(member.incarnation, Ack((joined, left))))
+    (dialled, _), (again, news) = told
+    assert dialled == again == newcomer
+    assert isinstance(news, MembershipPing)
+    assert left in news.updates
 
 
 def test_who_does_not_dial_as_it_should_is_dialled_when_there_is_need(make: Tables) -> None:
