@@ -394,7 +394,9 @@ class PeerTable:
             if peer.link.up or peer.link.outgoing.asleep:
                 peer.control(message)
                 return
-            if not self.connector.is_dialling(incarnation):
+            # Who leaves does not wait for a newcomer's dial: one that knows of the leave, or leaves, does not dial.
+            may_dial = self.watch.is_leaving and self.connector.bond_of(peer) is None
+            if not may_dial and not self.connector.is_dialling(incarnation):
                 return  # it will dial us, or is dialled again: drop the message
         stranger = self._strangers.get(incarnation)
         if stranger is not None and stranger.link.up:
@@ -426,10 +428,8 @@ class PeerTable:
         self.watcher.on_change("joined", member, "")
         if self.watch.is_neighbour(incarnation) and not (peer.linked and peer.link.up):
             me = self.watch.me
-            # The later one dials, and who leaves: it has to tell the newcomer, which does not dial if it knows already.
-            is_later = (me.admission, me.rank, me.incarnation) > (member.admission, member.rank, incarnation)
-            if is_later or self.watch.is_leaving:
-                self.connector.dial(member)
+            if (me.admission, me.rank, me.incarnation) > (member.admission, member.rank, incarnation):
+                self.connector.dial(member)  # we joined later: we dial
         held, peer.held = peer.held, []
         for frame in held:
             self._on_frame(peer, frame)

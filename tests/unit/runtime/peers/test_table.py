@@ -21,7 +21,6 @@ from farcall.protocol.connector import Ended, Outcome, Step
 from farcall.protocol.member import Member
 from farcall.protocol.membership.events import LocalLeave
 from farcall.protocol.membership.messages import Ack, Gossip, Status, Update
-from farcall.protocol.membership.messages import Ping as MembershipPing
 from farcall.protocol.messages import FORGOT_SHUTDOWN, LEFT, Ping
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.connector import Connector
@@ -106,21 +105,22 @@ def test_nothing_is_kept_of_those_who_came_and_went(make: Tables) -> None:
     assert not table._awaited
 
 
-def test_who_leaves_dials_a_newcomer_and_tells_it_so(make: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newcomer does not dial if it has heard of the leave before, and the leave would wait for its word in vain."""
+@pytest.mark.parametrize("heard", ["before", "meanwhile"])
+def test_who_leaves_dials_a_newcomer(make: Tables, monkeypatch: pytest.MonkeyPatch, heard: str) -> None:
+    """The newcomer does not dial if it has heard of the leave, or leaves: to wait for its word would be in vain."""
     member, newcomer = OTHERS[:2]
     told: list[tuple[Member, Any]] = []
     monkeypatch.setattr(Dialler, "start", lambda _: None)
     table = make.make(member)
+    left, joined = Update(ME.incarnation, Status.LEFT, 0), Update(newcomer.incarnation, Status.ALIVE, 0, newcomer)
+    if heard == "before":
+        make.on_loop(lambda: table.watch.on_message(member.incarnation, Gossip((joined,))))
+    assert not table.connector.is_dialling(newcomer.incarnation)
     dial = table.connector.dial
     monkeypatch.setattr(table.connector, "dial", lambda to, news=None: (told.append((to, news)), dial(to, news)))
     make.on_loop(lambda: table.watch.feed(LocalLeave()))
-    told.clear()
-    left, joined = Update(ME.incarnation, Status.LEFT, 0), Update(newcomer.incarnation, Status.ALIVE, 0, newcomer)
     make.on_loop(lambda: table.watch.on_message(member.incarnation, Ack((joined, left))))
-    (dialled, _), (again, news) = told
-    assert dialled == again == newcomer
-    assert isinstance(news, MembershipPing)
+    (news,) = (news for to, news in told if to == newcomer)
     assert left in news.updates
 
 
