@@ -126,7 +126,7 @@ class FailureDetector:
         return self.belongs
 
     def found(self) -> None:
-        """No member exists to ask: become the first member of a group. From the thread that starts the node."""
+        """No member exists to ask: become the first member of a group. On the I/O thread."""
         self._running = False  # until `begin`, as for the first members of any group
         me = self.me
         self._machine = MembershipMachine(me, [me], self._options, random.Random(), monotonic())

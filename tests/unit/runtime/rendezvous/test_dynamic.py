@@ -52,7 +52,7 @@ class Contacts:
 class Candidate:
     founded = False
 
-    def found(self) -> None:
+    def found(self, deadline: float) -> None:
         self.founded = True
 
 
@@ -89,6 +89,34 @@ def test_a_store_that_was_never_heard_is_named() -> None:
     found, _ = joining(Contacts(0), [None])
     with pytest.raises(MissingPeers, match=r"127.0.0.1:1: the store is gone: Broken pipe"):
         found.run(monotonic() + 10.0)
+
+
+class AskedInVain(Candidate):
+    """A candidate that is connected to a member, which goes away instead of letting it in."""
+
+    def ask_if_connected(self, incarnation: int, deadline: float) -> bool:
+        return False
+
+
+def test_nobody_founds_a_group_while_a_member_does_not_answer() -> None:
+    """That member is behind us on the list: it was let in before us."""
+    candidate = AskedInVain()
+    meeting = Meeting(PLACE, Contacts(2, ME, MEMBER), None, "cluster", Secret(b"secret"))  # type: ignore[arg-type]
+    found = Search(meeting, ME, RpcBackendOptions(init_method=PLACE.url), candidate)  # type: ignore[arg-type]
+    with pytest.raises(MissingPeers, match="member: it has not answered"):
+        found.run(monotonic())
+    assert not candidate.founded
+
+
+def test_who_was_let_in_late_does_not_found_a_group() -> None:
+    """The answer came when this node had given up its sponsor: to found a group now would forget the members."""
+    founded: list[bool] = []
+    watch = SimpleNamespace(belongs=False, found=lambda: founded.append(True))
+    loop: Any = SimpleNamespace(call_soon=lambda function: (setattr(watch, "belongs", True), function()))
+    peers: Any = SimpleNamespace(watch=watch)
+    meeting = Meeting(PLACE, None, None, "cluster", Secret(b"secret"))
+    _Newcomer(meeting, None, None, loop, peers).found(monotonic() + 10.0)  # type: ignore[arg-type]
+    assert not founded
 
 
 @pytest.mark.parametrize("size", [0, 3])
