@@ -104,7 +104,7 @@ class PeerTable:
         self._ends: dict[RemotePeer, float] = {}  # when to close the link of each
         self._yielded: dict[RemotePeer, float] = {}  # when each should have connected to us
         self._silent: dict[RemotePeer, float] = {}  # members whose host is watched, and until when at least
-        self._records: dict[int, Member] = {}  # the strangers as they introduced themselves, by incarnation
+        self._hellos: dict[int, Hello] = {}  # the strangers as they introduced themselves, by incarnation
         # Several threads may need a link at the same moment. Re-entrant: a garbage collection inside may need one, too.
         self._making = threading.RLock()
         self._awaited: dict[RemotePeer, float] = {}  # new members of a small group: when each should have dialled us
@@ -155,9 +155,13 @@ class PeerTable:
         return [peer.info.id for peer in peers if peer is not None]
 
     def stranger(self, incarnation: int) -> RemotePeer | None:
-        """The connected peer of that incarnation, if it is no member as far as this node knows. From any thread."""
-        peer = self._strangers.get(incarnation)
-        return peer if peer is not None and peer.link.up else None
+        """The connected peer of that incarnation, if it may be a member that this node does not know. From any thread.
+
+        None for a newcomer that looks for members: each of many would ask all others in vain, and nobody would found.
+        """
+        peer, hello = self._strangers.get(incarnation), self._hellos.get(incarnation)
+        is_newcomer = hello is not None and hello.is_newcomer
+        return peer if peer is not None and peer.link.up and not is_newcomer else None
 
     def workers(self) -> list[WorkerInfo]:
         """The members by rank; in a group whose members come and go, only the present ones. From any thread."""
@@ -194,7 +198,8 @@ class PeerTable:
     def who_may_let_us_in(self) -> list[Member]:
         """Members to ask after this node was expelled: first the one that reported it, then all known ones, by rank."""
         by = self.watch.expelled_by
-        known = {member.incarnation: member for member in [*self._records.values(), *self.watch.known_members()]}
+        strangers = [hello.member for hello in self._hellos.values()]
+        known = {member.incarnation: member for member in [*strangers, *self.watch.known_members()]}
         return sorted(known.values(), key=lambda member: (member.incarnation != by, member.rank))
 
     def knows_us(self, incarnation: int) -> bool:
@@ -263,7 +268,7 @@ class PeerTable:
                     self._by_incarnation.pop(other.incarnation, None)
                     self.numbered.pop(other.number, None)
         peer.known = True
-        self._records.pop(peer.incarnation, None)
+        self._hellos.pop(peer.incarnation, None)
         self._strangers.pop(peer.incarnation, None)
         self._ends.pop(peer, None)
         self._address(peer)
@@ -314,7 +319,7 @@ class PeerTable:
         if peer is None and is_founder:
             self._enter(new)
         else:
-            self._add_stranger(member, new)
+            self._add_stranger(established.peer, new)
         new.link.start(established.leftover)
         return new
 
@@ -323,13 +328,15 @@ class PeerTable:
         link = peer.link
         return link.broken is None and not link.session.received and (not link.up or not self.connector.dialled(peer))
 
-    def _add_stranger(self, member: Member, peer: RemotePeer) -> None:
-        incarnation = member.incarnation
-        self._records[incarnation] = member
+    def _add_stranger(self, hello: Hello, peer: RemotePeer) -> None:
+        incarnation = hello.member.incarnation
+        self._hellos[incarnation] = hello
         peer.known = False
         before = self._strangers.pop(incarnation, None)
         if before is None and len(self._strangers) >= MAX_STRANGERS:
-            before = self._strangers.pop(next(iter(self._strangers)))
+            oldest = next(iter(self._strangers))
+            before = self._strangers.pop(oldest)
+            self._hellos.pop(oldest, None)
         self._strangers[incarnation] = peer
         self._ends[peer] = monotonic() + STRANGER_S
         self._timer.at(self._ends[peer])
@@ -367,7 +374,7 @@ class PeerTable:
             peer.close()
             if self._strangers.get(incarnation) is peer:
                 del self._strangers[incarnation]
-                self._records.pop(incarnation, None)
+                self._hellos.pop(incarnation, None)
             return
         self.connector.abandon(incarnation)
         if not self._is_static:
@@ -436,9 +443,9 @@ class PeerTable:
 
     def on_admitted(self) -> None:
         """This node is a member now: admit the strangers that have introduced themselves as members meanwhile."""
-        for incarnation, member in list(self._records.items()):
-            if incarnation in self._strangers and member.admission:
-                self.watch.on_message(incarnation, Introduction(member))
+        for incarnation, hello in list(self._hellos.items()):
+            if incarnation in self._strangers and hello.member.admission:
+                self.watch.on_message(incarnation, Introduction(hello.member))
 
     def on_unresponsive(self, member: Member, unresponsive: bool) -> None:
         """A member has stopped answering, or answers again."""

@@ -18,6 +18,7 @@ from farcall.errors import Delivery
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol.connector import Ended, Outcome, Step
+from farcall.protocol.hello import Connect, Hello, Listen
 from farcall.protocol.member import Member
 from farcall.protocol.membership.events import LocalLeave
 from farcall.protocol.membership.messages import Ack, Gossip, Status, Update
@@ -94,6 +95,34 @@ def test_whoever_is_told_of_a_newcomer_to_a_small_group_finds_a_link_that_waits_
     table = make.make()
     make.on_loop(lambda: table.on_joined(OTHERS[0]))
     assert found == [(True, False)]
+
+
+def stranger(table: PeerTable, hello: Hello) -> None:
+    """A connected stranger that has introduced itself by ``hello``."""
+    table._add_stranger(hello, Mock(incarnation=hello.member.incarnation, link=Mock(up=True)))
+
+
+def test_a_newcomer_does_not_take_another_for_a_member(make: Tables) -> None:
+    """It would wait for that one's answer; of many that start at once, each would wait for all others, in turn."""
+    table = make.make()
+    seeking, member, dialled = OTHERS[:3]
+    for hello in (
+        Hello(seeking, "cluster"),
+        Hello(member, "cluster", Connect(is_first=True)),
+        Hello(dialled, "cluster", Listen(admits=True)),
+    ):
+        make.on_loop(lambda hello=hello: stranger(table, hello))  # type: ignore[misc]
+    assert table.stranger(seeking.incarnation) is None
+    assert table.stranger(member.incarnation) is not None
+    assert table.stranger(dialled.incarnation) is not None
+
+
+def test_nothing_is_kept_of_strangers_that_make_room(make: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MAX_STRANGERS", 1)
+    table = make.make()
+    for member in OTHERS:
+        make.on_loop(lambda member=member: stranger(table, Hello(member, "cluster")))  # type: ignore[misc]
+    assert list(table._hellos) == list(table._strangers) == [OTHERS[-1].incarnation]
 
 
 def test_nothing_is_kept_of_those_who_came_and_went(make: Tables) -> None:
