@@ -55,7 +55,7 @@ class Reach(Protocol):
     def host_answers(self, incarnation: int) -> bool:
         """Did the kernel of an unresponsive member's host answer at the last attempt?"""
 
-    def on_joined(self, member: Member) -> None: ...
+    def on_joined(self, member: Member, *, was_there: bool = False) -> None: ...
 
     def on_admitted(self) -> None: ...
 
@@ -274,7 +274,7 @@ class FailureDetector:
                     reach.on_died(member, why)
                 case events.Admitted(members):
                     for member in members:
-                        reach.on_joined(member)
+                        reach.on_joined(member, was_there=True)
                     reach.on_admitted()
                     self._settled.open()
                 case events.Refused(why):

@@ -6,7 +6,8 @@ while the node starts) and functions that say otherwise.
 
     peer                      event                               then
     (unknown)                 connects to us, or is dialled       a stranger: only its membership messages are handled
-    (unknown), or stranger    joined a small group                a member; of each two, the later one dials
+    (unknown), or stranger    joined a small group                a member; of each two, the later one dials, and a
+                                                                  newcomer all that were there
     (unknown), or stranger    joined a large one, a neighbour     the same; or the first that has something to send
     (unknown), or stranger    joined a large one, another         a member; the first that has something to send dials
     member, no connection     we dialled it, or it us             connected: the messages sent meanwhile go out
@@ -104,7 +105,7 @@ class PeerTable:
         self._ends: dict[RemotePeer, float] = {}  # when to close the link of each
         self._yielded: dict[RemotePeer, float] = {}  # when each should have connected to us
         self._silent: dict[RemotePeer, float] = {}  # members whose host is watched, and until when at least
-        self._hellos: dict[int, Hello] = {}  # the strangers as they introduced themselves, by incarnation
+        self._records: dict[int, Member] = {}  # the strangers as they introduced themselves, by incarnation
         # Several threads may need a link at the same moment. Re-entrant: a garbage collection inside may need one, too.
         self._making = threading.RLock()
         self._awaited: dict[RemotePeer, float] = {}  # new members of a small group: when each should have dialled us
@@ -155,13 +156,9 @@ class PeerTable:
         return [peer.info.id for peer in peers if peer is not None]
 
     def stranger(self, incarnation: int) -> RemotePeer | None:
-        """The connected peer of that incarnation, if it may be a member that this node does not know. From any thread.
-
-        None for a newcomer that looks for members: each of many would ask all others in vain, and nobody would found.
-        """
-        peer, hello = self._strangers.get(incarnation), self._hellos.get(incarnation)
-        is_newcomer = hello is not None and hello.is_newcomer
-        return peer if peer is not None and peer.link.up and not is_newcomer else None
+        """The connected peer of that incarnation, if it is no member as far as this node knows. From any thread."""
+        peer = self._strangers.get(incarnation)
+        return peer if peer is not None and peer.link.up else None
 
     def workers(self) -> list[WorkerInfo]:
         """The members by rank; in a group whose members come and go, only the present ones. From any thread."""
@@ -198,8 +195,7 @@ class PeerTable:
     def who_may_let_us_in(self) -> list[Member]:
         """Members to ask after this node was expelled: first the one that reported it, then all known ones, by rank."""
         by = self.watch.expelled_by
-        strangers = [hello.member for hello in self._hellos.values()]
-        known = {member.incarnation: member for member in [*strangers, *self.watch.known_members()]}
+        known = {member.incarnation: member for member in [*self._records.values(), *self.watch.known_members()]}
         return sorted(known.values(), key=lambda member: (member.incarnation != by, member.rank))
 
     def knows_us(self, incarnation: int) -> bool:
@@ -268,7 +264,7 @@ class PeerTable:
                     self._by_incarnation.pop(other.incarnation, None)
                     self.numbered.pop(other.number, None)
         peer.known = True
-        self._hellos.pop(peer.incarnation, None)
+        self._records.pop(peer.incarnation, None)
         self._strangers.pop(peer.incarnation, None)
         self._ends.pop(peer, None)
         self._address(peer)
@@ -319,7 +315,7 @@ class PeerTable:
         if peer is None and is_founder:
             self._enter(new)
         else:
-            self._add_stranger(established.peer, new)
+            self._add_stranger(member, new)
         new.link.start(established.leftover)
         return new
 
@@ -328,15 +324,15 @@ class PeerTable:
         link = peer.link
         return link.broken is None and not link.session.received and (not link.up or not self.connector.dialled(peer))
 
-    def _add_stranger(self, hello: Hello, peer: RemotePeer) -> None:
-        incarnation = hello.member.incarnation
-        self._hellos[incarnation] = hello
+    def _add_stranger(self, member: Member, peer: RemotePeer) -> None:
+        incarnation = member.incarnation
+        self._records[incarnation] = member
         peer.known = False
         before = self._strangers.pop(incarnation, None)
         if before is None and len(self._strangers) >= MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             before = self._strangers.pop(oldest)
-            self._hellos.pop(oldest, None)
+            self._records.pop(oldest, None)
         self._strangers[incarnation] = peer
         self._ends[peer] = monotonic() + STRANGER_S
         self._timer.at(self._ends[peer])
@@ -374,7 +370,7 @@ class PeerTable:
             peer.close()
             if self._strangers.get(incarnation) is peer:
                 del self._strangers[incarnation]
-                self._hellos.pop(incarnation, None)
+                self._records.pop(incarnation, None)
             return
         self.connector.abandon(incarnation)
         if not self._is_static:
@@ -413,8 +409,11 @@ class PeerTable:
         if member is not None:
             self.connector.dial(member, message)
 
-    def on_joined(self, member: Member) -> None:
-        """A member has joined: make it addressable, dial it if that is our part, and handle its held frames."""
+    def on_joined(self, member: Member, *, was_there: bool = False) -> None:
+        """A member has joined, or ``was_there`` when this node did: make it addressable, and handle its held frames.
+
+        Dials it if that is our part.
+        """
         incarnation = member.incarnation
         peer = self._by_incarnation.get(incarnation)
         if peer is not None or incarnation == self._me.incarnation:
@@ -435,17 +434,20 @@ class PeerTable:
         self.watcher.on_change("joined", member, "")
         if self.watch.is_neighbour(incarnation) and not (peer.linked and peer.link.up):
             me = self.watch.me
-            if (me.admission, me.rank, me.incarnation) > (member.admission, member.rank, incarnation):
-                self.connector.dial(member)  # we joined later: we dial
+            # The later one dials. But one that was there may have a later number, offered before it joined, and not
+            # know of us yet: then it would not dial before it hears of us, perhaps only when tables are compared.
+            is_later = (me.admission, me.rank, me.incarnation) > (member.admission, member.rank, incarnation)
+            if is_later or was_there:
+                self.connector.dial(member)
         held, peer.held = peer.held, []
         for frame in held:
             self._on_frame(peer, frame)
 
     def on_admitted(self) -> None:
         """This node is a member now: admit the strangers that have introduced themselves as members meanwhile."""
-        for incarnation, hello in list(self._hellos.items()):
-            if incarnation in self._strangers and hello.member.admission:
-                self.watch.on_message(incarnation, Introduction(hello.member))
+        for incarnation, member in list(self._records.items()):
+            if incarnation in self._strangers and member.admission:
+                self.watch.on_message(incarnation, Introduction(member))
 
     def on_unresponsive(self, member: Member, unresponsive: bool) -> None:
         """A member has stopped answering, or answers again."""

@@ -360,7 +360,7 @@ class DynamicRendezvous:
             Hello(membership.me, membership.cluster_id, Listen()),
             membership.secret,
             why_not=why_not,
-            on_member=lambda transport, established: peers.connected(transport, established, False),
+            on_member=newcomer.on_connected,
             returning=peers.connector,
             tls=tls_for(self._options, membership.secret),
         )
@@ -430,6 +430,15 @@ class _Newcomer:
         Then it lets newcomers wait: one that took it for a newcomer might found a group beside the one that it joins.
         """
         return not self.admits and (self._peers.watch.belongs or any(peer.link.up for peer in self._asked))
+
+    def on_connected(self, transport: Transport, established: Established) -> None:
+        """Somebody has dialled this node. On the I/O thread."""
+        if established.peer.is_newcomer and not self.admits:
+            # It has read that this node lets nobody in, and hangs up, too. Kept until then, its connection could be
+            # taken for a sponsor's; or for its link as a member, if this node hears first that it was let in.
+            transport.close()
+        else:
+            self._peers.connected(transport, established, False)
 
     def ask_if_connected(self, incarnation: int, deadline: float) -> bool | None:
         stranger = self._peers.stranger(incarnation)

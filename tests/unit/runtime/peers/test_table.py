@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from msgspec.structs import replace as replaced
 from tests.kit.times import PATIENT
 from tests.kit.waiting import wait_until
 
@@ -18,9 +19,8 @@ from farcall.errors import Delivery
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol.connector import Ended, Outcome, Step
-from farcall.protocol.hello import Connect, Hello, Listen
 from farcall.protocol.member import Member
-from farcall.protocol.membership.events import LocalLeave
+from farcall.protocol.membership.events import Admitted, LocalLeave, MemberJoined
 from farcall.protocol.membership.messages import Ack, Gossip, Status, Update
 from farcall.protocol.messages import FORGOT_SHUTDOWN, LEFT, Ping
 from farcall.runtime.io.loop import Loop
@@ -97,32 +97,24 @@ def test_whoever_is_told_of_a_newcomer_to_a_small_group_finds_a_link_that_waits_
     assert found == [(True, False)]
 
 
-def stranger(table: PeerTable, hello: Hello) -> None:
-    """A connected stranger that has introduced itself by ``hello``."""
-    table._add_stranger(hello, Mock(incarnation=hello.member.incarnation, link=Mock(up=True)))
-
-
-def test_a_newcomer_does_not_take_another_for_a_member(make: Tables) -> None:
-    """It would wait for that one's answer; of many that start at once, each would wait for all others, in turn."""
+def test_a_newcomer_dials_those_who_were_there(make: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even one with a later number, which may not know of the newcomer yet, and would not dial."""
+    monkeypatch.setattr(Dialler, "start", lambda _: None)
     table = make.make()
-    seeking, member, dialled = OTHERS[:3]
-    for hello in (
-        Hello(seeking, "cluster"),
-        Hello(member, "cluster", Connect(is_first=True)),
-        Hello(dialled, "cluster", Listen(admits=True)),
-    ):
-        make.on_loop(lambda hello=hello: stranger(table, hello))  # type: ignore[misc]
-    assert table.stranger(seeking.incarnation) is None
-    assert table.stranger(member.incarnation) is not None
-    assert table.stranger(dialled.incarnation) is not None
+    monkeypatch.setattr(table.watch, "is_neighbour", lambda incarnation: True)
+    early, late = (replaced(member, admission=9) for member in OTHERS[:2])
+    make.on_loop(lambda: table.watch._carry_out([Admitted((early,)), MemberJoined(late)]))
+    assert table.connector.is_dialling(early.incarnation)
+    assert not table.connector.is_dialling(late.incarnation)
 
 
 def test_nothing_is_kept_of_strangers_that_make_room(make: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "MAX_STRANGERS", 1)
     table = make.make()
     for member in OTHERS:
-        make.on_loop(lambda member=member: stranger(table, Hello(member, "cluster")))  # type: ignore[misc]
-    assert list(table._hellos) == list(table._strangers) == [OTHERS[-1].incarnation]
+        peer = Mock(incarnation=member.incarnation)
+        make.on_loop(lambda member=member, peer=peer: table._add_stranger(member, peer))  # type: ignore[misc]
+    assert list(table._records) == list(table._strangers) == [OTHERS[-1].incarnation]
 
 
 def test_nothing_is_kept_of_those_who_came_and_went(make: Tables) -> None:

@@ -16,7 +16,7 @@ from tests.kit.waiting import wait_until
 from farcall.errors import BadRank, MissingPeers, WrongSecret
 from farcall.options import RpcBackendOptions
 from farcall.protocol.connector import Ended, Outcome, Step
-from farcall.protocol.hello import Hello, Listen
+from farcall.protocol.hello import Connect, Hello, Listen
 from farcall.protocol.member import Member
 from farcall.runtime.io import bounded_call
 from farcall.runtime.link.dialler import Dialler, Found
@@ -106,6 +106,25 @@ def test_nobody_founds_a_group_while_a_member_does_not_answer() -> None:
     with pytest.raises(MissingPeers, match="member: it has not answered"):
         found.run(monotonic())
     assert not candidate.founded
+
+
+@pytest.mark.parametrize(
+    ("purpose", "admits"), [(Connect(), False), (Connect(), True), (Connect(is_first=True), False)]
+)
+def test_a_newcomer_keeps_no_connection_of_another(purpose: Connect, admits: bool) -> None:
+    """The other one hangs up. Until this node sees that, it might ask in vain, or take it for a member's connection."""
+    kept: list[Any] = []
+    closed: list[bool] = []
+    peers: Any = SimpleNamespace(connected=lambda *connection: kept.append(connection))
+    meeting = Meeting(PLACE, None, None, "cluster", Secret(b"secret"))
+    newcomer = _Newcomer(meeting, None, None, None, peers)  # type: ignore[arg-type]
+    newcomer.admits = admits
+    transport: Any = SimpleNamespace(close=lambda: closed.append(True))
+    established: Any = SimpleNamespace(peer=Hello(MEMBER, "cluster", purpose))
+    newcomer.on_connected(transport, established)
+    is_kept = admits or purpose.is_first
+    assert kept == [(transport, established, False)] * is_kept
+    assert closed == [True] * (not is_kept)
 
 
 def test_who_was_let_in_late_does_not_found_a_group() -> None:
