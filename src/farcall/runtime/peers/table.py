@@ -104,6 +104,8 @@ class PeerTable:
         self._gone: deque[RemotePeer] = deque()  # the oldest first
         self._ends: dict[RemotePeer, float] = {}  # when to close the link of each
         self._yielded: dict[RemotePeer, float] = {}  # when each should have connected to us
+        # The member whose connection is being taken: a dial now would cross with that, and both would be closed.
+        self._arriving = 0
         self._silent: dict[RemotePeer, float] = {}  # members whose host is watched, and until when at least
         self._records: dict[int, Member] = {}  # the strangers as they introduced themselves, by incarnation
         # Several threads may need a link at the same moment. Re-entrant: a garbage collection inside may need one, too.
@@ -298,7 +300,9 @@ class PeerTable:
         incarnation = member.incarnation
         logger.debug("%s is connected to %s over %s", self._me.info.name, info.name, transport.describe())
         if not dialled and member.admission:
+            self._arriving = incarnation
             self.watch.on_message(incarnation, Introduction(member))
+            self._arriving = 0
         peer = self._by_incarnation.get(incarnation)
         if peer is not None and self._is_first(peer):
             self._use_shared_memory(peer, transport)
@@ -398,7 +402,8 @@ class PeerTable:
                 peer.control(message)
                 return
             # Who leaves does not wait for a newcomer's dial: one that knows of the leave, or leaves, does not dial.
-            may_dial = self.watch.is_leaving and self.connector.bond_of(peer) is None
+            is_new = incarnation != self._arriving and self.connector.bond_of(peer) is None
+            may_dial = self.watch.is_leaving and is_new
             if not may_dial and not self.connector.is_dialling(incarnation):
                 return  # it will dial us, or is dialled again: drop the message
         stranger = self._strangers.get(incarnation)
@@ -432,7 +437,8 @@ class PeerTable:
         self._enter(peer)
         self.watcher.on_entered(peer)
         self.watcher.on_change("joined", member, "")
-        if self.watch.is_neighbour(incarnation) and not (peer.linked and peer.link.up):
+        is_connected = incarnation == self._arriving or (peer.linked and peer.link.up)
+        if self.watch.is_neighbour(incarnation) and not is_connected:
             me = self.watch.me
             # The later one dials. But one that was there may have a later number, offered before it joined, and not
             # know of us yet: then it would not dial before it hears of us, perhaps only when tables are compared.

@@ -19,6 +19,7 @@ from farcall.errors import Delivery
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol.connector import Ended, Outcome, Step
+from farcall.protocol.hello import Connect, Hello
 from farcall.protocol.member import Member
 from farcall.protocol.membership.events import Admitted, LocalLeave, MemberJoined
 from farcall.protocol.membership.messages import Ack, Gossip, Status, Update
@@ -26,6 +27,8 @@ from farcall.protocol.messages import FORGOT_SHUTDOWN, LEFT, Ping
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.connector import Connector
 from farcall.runtime.link.dialler import Dialler, Found
+from farcall.runtime.link.link import Link
+from farcall.runtime.membership.failure_detector import FailureDetector
 from farcall.runtime.peers import table as tables
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import RemotePeer
@@ -106,6 +109,20 @@ def test_a_newcomer_dials_those_who_were_there(make: Tables, monkeypatch: pytest
     make.on_loop(lambda: table.watch._carry_out([Admitted((early,)), MemberJoined(late)]))
     assert table.connector.is_dialling(early.incarnation)
     assert not table.connector.is_dialling(late.incarnation)
+
+
+def test_who_connects_and_introduces_itself_is_not_dialled(make: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This node has let it in: of two connections, the other end would keep the one that this node drops."""
+    monkeypatch.setattr(Dialler, "start", lambda _: None)
+    connected: list[Link] = []
+    monkeypatch.setattr(Link, "connect", lambda link, *_: connected.append(link))
+    table = make.make()
+    monkeypatch.setattr(FailureDetector, "me", replaced(ME, admission=9))  # this node is the later one
+    member = replaced(OTHERS[0], admission=1)
+    established = Mock(peer=Hello(member, "cluster", Connect(is_first=True)), leftover=b"")
+    make.on_loop(lambda: table.connected(Mock(), established, False))
+    assert connected == [remote(table, member).link]
+    assert not table.connector.is_dialling(member.incarnation)
 
 
 def test_nothing_is_kept_of_strangers_that_make_room(make: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
