@@ -187,10 +187,13 @@ class Search:
                 self._gone.add(contact.incarnation)
             elif is_before or contact.name in self._why:
                 may_found = False
-        if is_current and not may_found and self._gone.issuperset(contact.incarnation for _, contact in others):
+        is_nobody_left = self._gone.issuperset(contact.incarnation for _, contact in others)
+        if is_current and not may_found and is_nobody_left:
             # The list was full of dead contacts, so that we got no place on it: make room, then try again.
             self._strike_off(contacts, deadline)
             return False
+        if not is_current and is_nobody_left and not is_served(self._meeting.place):
+            raise self._missing()  # now: this store does not come back, as its client does not connect again
         if may_found:
             self._candidate.found(deadline)
         return may_found

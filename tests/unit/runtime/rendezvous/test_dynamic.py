@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tests.kit.times import LONG_S
+from tests.kit.times import AT_ONCE_S, LONG_S
 from tests.kit.waiting import wait_until
 
 from farcall.errors import BadRank, MissingPeers, WrongSecret
@@ -83,6 +83,15 @@ def test_nobody_founds_a_group_on_an_old_list() -> None:
     with pytest.raises(MissingPeers, match="the store is gone"):
         found.run(monotonic() + 0.5)
     assert not candidate.founded
+
+
+def test_who_is_left_alone_without_a_store_gives_up_at_once() -> None:
+    """The first member had the store, and left before it let us in."""
+    found, _ = joining(Contacts(1, MEMBER, ME), [False, None])
+    began = monotonic()
+    with pytest.raises(MissingPeers, match="the store is gone"):
+        found.run(began + LONG_S)
+    assert monotonic() < began + AT_ONCE_S
 
 
 def test_a_store_that_was_never_heard_is_named() -> None:
@@ -174,7 +183,7 @@ def test_names_that_take_long_hold_up_no_group_that_meets_anew(monkeypatch: pyte
     options = RpcBackendOptions(init_method=PLACE.url)
     starting = threading.Thread(target=lambda: found.append(is_there(MET_BEFORE, ME, options, monotonic() + 0.01)))
     starting.start()
-    starting.join(LONG_S / 2)
+    starting.join(AT_ONCE_S)
     try:
         assert found == [False]
         assert asked.wait(LONG_S)
