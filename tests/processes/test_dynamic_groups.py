@@ -26,6 +26,7 @@ from farcall.rpc.gather import _contribute
 from farcall.runtime.membership.failure_detector import FailureDetector
 from farcall.runtime.node import rejoin, runtime_of
 from farcall.runtime.peers import table as peer_table
+from farcall.runtime.rendezvous.dynamic import Search
 from farcall.testing.cluster import finish, start_processes, temporary_file_url
 
 BOUND_S = 30.0
@@ -120,6 +121,69 @@ def test_processes_that_start_together_found_one_group_at_the_store_of_rank_0() 
 
 def test_processes_that_start_together_found_one_group_at_a_file(url: str) -> None:
     finish(start_processes(4, _all_meet, url, 4))
+
+
+# --- newcomers while others leave ------------------------------------------------------------------------------
+
+
+def test_who_leaves_lets_newcomers_in_until_its_work_is_done(url: str) -> None:
+    """Were it off the list by then, newcomers would found a second group beside it."""
+    done = threading.Event()
+    with ThreadPoolExecutor() as pool, team(1, url) as nodes:
+        _events[id(done)] = done
+        work = nodes[0].rpc_async("w0", _wait_for, (id(done),))
+        leaves = pool.submit(nodes[0].shutdown)
+        wait_until(lambda: runtime_of(nodes[0]).leaving.entered)
+        with member("late", 1, url) as late:
+            assert names(late) == ["w0", "late"]
+            done.set()
+            leaves.result(BOUND_S)
+            assert work.wait()
+            wait_until(lambda: names(late) == ["late"])
+
+
+_events: dict[int, threading.Event] = {}
+
+
+def _wait_for(event: int) -> bool:
+    return _events.pop(event).wait(BOUND_S)
+
+
+def test_nobody_founds_a_group_beside_one_that_is_being_let_in(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """w0 has let w2 in, which does not say so yet, and leaves. w1 is before w2 on the list."""
+    is_listed, may_search, is_in, may_open = (threading.Event() for _ in range(4))
+    search, look = Search.run, Search._look
+
+    def run(self: Search, deadline: float) -> None:
+        if self._me.name == "w1":
+            is_listed.set()
+            may_search.wait(BOUND_S)
+        search(self, deadline)
+        if self._me.name == "w2":
+            is_in.set()
+            may_open.wait(BOUND_S)
+
+    def looked(self: Search, target: Any, deadline: float) -> bool | None:
+        outcome = look(self, target, deadline)
+        if (self._me.name, target.name) == ("w1", "w2"):
+            may_open.set()
+        return outcome
+
+    monkeypatch.setattr(Search, "run", run)
+    monkeypatch.setattr(Search, "_look", looked)
+    with ThreadPoolExecutor() as pool, team(1, url) as (first,), ExitStack() as stack:
+        nodes = [member(f"w{rank}", rank, url) for rank in (1, 2)]
+        starts = []
+        for node, reached in zip(nodes, (is_listed, is_in), strict=True):
+            starts.append(pool.submit(node.start))
+            stack.callback(node.shutdown, False)
+            assert reached.wait(BOUND_S)
+        first.shutdown()
+        may_search.set()
+        for start in starts:
+            start.result(BOUND_S)
+        for node in nodes:
+            wait_until(lambda node=node: names(node) == ["w1", "w2"])
 
 
 # --- the store dies ----------------------------------------------------------------------------------------

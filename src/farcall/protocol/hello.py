@@ -94,6 +94,11 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
         return Hello(self.member, self.cluster_id, self.purpose, address)
 
     @property
+    def is_newcomer(self) -> bool:
+        """Does this dialer ask to be let in, as far as its hello tells?"""
+        return isinstance(self.purpose, Connect) and not self.purpose.is_first and not self.member.admission
+
+    @property
     def may_leave_out(self) -> bool:
         """May this dialer omit cluster and address? Only one that knows nothing but an address from its user may."""
         is_newcomer = isinstance(self.purpose, Connect) and not self.cluster_id
@@ -192,7 +197,9 @@ class RefusalReason(StrEnum):
     WRONG_ADDRESS = "wrong address"
     OTHER_TRUST = "other trust"
     WRONG_SECRET = "wrong secret"
-    CROSSED = "crossed"  # the listener dials the dialer at the same moment: one connection is enough
+    # The listener dials the dialer at the same moment: one connection is enough. Or it is about to become a member, and
+    # lets newcomers ask again.
+    CROSSED = "crossed"
     NOT_ADMITTED = "not admitted"  # proven, but the listener has no place for it; the driver decides
 
 

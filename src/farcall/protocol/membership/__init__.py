@@ -82,8 +82,8 @@ newcomer, an obituary.
 **Load.** At rest each member sends one ping and one answer each ``probe_interval_s`` (a fifth of that in a group of
 more than 32), fewer where calls are busy, and a digest every 30 intervals: 2.1 messages a second by default, 0.45 in a
 large group, however large. While there is news, up to 15 a second more (3 each fifth of an interval), with 32 updates
-at most. Each member sends an update 1.5 * log2(n) + 2 times at most; in a large group once to each neighbour that has
-not told it. A probe that fails costs 2 pings and 3 questions.
+at most. Each member sends an update 1.5 * log2(n) + 2 times, or once to each neighbour that has not told it, if that is
+more; in a large group the latter. A probe that fails costs 2 pings and 3 questions.
 
 **Many deaths at once**, as of all nodes of one process, cost each survivor a few messages more than one death, and the
 group some 30 dials for each of the dead: its eight neighbours dial it, and three others each. A process that is refused

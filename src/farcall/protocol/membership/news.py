@@ -11,9 +11,10 @@ order, except to those that it heard it from. In a large group each neighbour is
 will tell it, so it misses an update only if all eight messages are lost, and an edge of the graph carries an update
 once or twice, however many members die at a time. Who becomes a neighbour while the news spreads is told, too: news of
 a death comes to members whose neighbours change with it. In a small group an update goes out ``sends_needed(n)`` times;
-all members together miss one in e^R, R = 1.5 * bits(n) + 2. A message carries at most ``MAX_UPDATES``, so its size is
-bounded. Updates never sent before go first; the rest take turns. Only messages sent for the sake of news count: others
-carry updates, too, but in a storm of probes those all go to the same few members.
+all members together miss one in e^R, R = 1.5 * bits(n) + 2. And each member tells every neighbour once at least: while
+many join, most hear of the others from their sponsors, and do not pass that on. A message carries at most
+``MAX_UPDATES``, so its size is bounded. Updates never sent before go first; the rest take turns. Only messages sent for
+the sake of news count: others carry updates, too, but in a storm of probes those all go to the same few members.
 
 **Comparing** whole tables (digests first, then only the buckets that differ) runs for ever: it finds what gossip
 missed, and what the other side of a partition learned.
@@ -53,7 +54,7 @@ def sends_needed(size: int) -> int:
 
 
 class _Item:
-    __slots__ = ("keep_until", "knowing", "precedence", "sends_left", "update")
+    __slots__ = ("keep_until", "knowing", "precedence", "sends_left", "told", "update")
 
     def __init__(self, update: Update, sends_left: int, keep_until: float) -> None:
         self.update = update
@@ -62,6 +63,12 @@ class _Item:
         self.keep_until = keep_until
         self.knowing: set[int] = set()
         """The members that need not be told: they said so, or were told once, where that is enough."""
+        self.told: set[int] = set()
+        """The members that were told at least once."""
+
+    def is_for(self, member: int) -> bool:
+        """Is ``member`` to be told? When all sends are used up, only if it never was: it may have joined meanwhile."""
+        return member not in self.knowing and (self.sends_left > 0 or member not in self.told)
 
 
 class GossipQueue:
@@ -97,23 +104,25 @@ class GossipQueue:
             return ()
         return tuple(item.update for item in self._next_for(to))
 
-    def take(self, to: int, *, once: bool) -> tuple[Update, ...]:
-        """The updates for a gossip message to ``to``; counts as a send of each. ``once``: do not tell it again."""
+    def take(self, to: int, neighbours: frozenset[int] = frozenset(), *, once: bool) -> tuple[Update, ...]:
+        """The updates for a gossip message to ``to``; counts as a send of each. ``once``: do not tell it again.
+
+        Keeps an update until all ``neighbours`` were told, even when its sends are used up.
+        """
         taken = list(self._next_for(to))
         for item in taken:
             incarnation = item.update.incarnation
             if self._fresh.pop(incarnation, None) is None:
                 del self._told[incarnation]
             item.sends_left -= not once
-            if once:
-                item.knowing.add(to)
-            if item.sends_left > 0:
+            (item.knowing if once else item.told).add(to)
+            if item.sends_left > 0 or any(map(item.is_for, neighbours)):
                 self._told[incarnation] = item  # at the end of the dict, so that updates take turns
         return tuple(item.update for item in taken)
 
     def _next_for(self, to: int) -> Iterator[_Item]:
         items = chain(self._fresh.values(), self._told.values())
-        return islice((item for item in items if to not in item.knowing), MAX_UPDATES)
+        return islice((item for item in items if item.is_for(to)), MAX_UPDATES)
 
     def drop_old(self, now: float) -> None:
         """Drop the updates that need not be kept any longer."""
@@ -123,7 +132,8 @@ class GossipQueue:
 
     def is_news_to(self, members: frozenset[int]) -> bool:
         """Is there an update that one of ``members`` may not know?"""
-        return any(not members <= item.knowing for item in chain(self._fresh.values(), self._told.values()))
+        items = chain(self._fresh.values(), self._told.values())
+        return any(item.is_for(member) for item in items for member in members)
 
     def clear(self) -> None:
         self._fresh.clear()
@@ -225,7 +235,7 @@ class Outbox:
 
     def gossip(self, to: int, *, once: bool) -> bool:
         """Send ``to``, whose turn it is, the news that it may not know; False: it knows all."""
-        news = self._gossip.take(to, once=once)
+        news = self._gossip.take(to, self._table.neighbours(), once=once)
         if news:
             self._effects.append(Send(to, Gossip(self._with_what_concerns(to, 0, news))))
         return bool(news)

@@ -39,10 +39,11 @@ MAX_TOLD = 100
 class _Guest:
     """A connection whose dialler has not proved itself yet."""
 
-    __slots__ = ("arrived_at", "deadline", "handshake", "transport")
+    __slots__ = ("arrived_at", "deadline", "handshake", "me", "transport")
 
-    def __init__(self, transport: Transport, handshake: Handshake, arrived_at: float) -> None:
+    def __init__(self, transport: Transport, me: Hello, handshake: Handshake, arrived_at: float) -> None:
         self.transport = transport
+        self.me = me
         self.handshake = handshake
         self.arrived_at = arrived_at
         self.deadline = arrived_at + HANDSHAKE_S
@@ -142,10 +143,9 @@ class PeerListener:
                 transport = self._tls.accepted(transport)
             nonce, binding = secrets.token_bytes(NONCE_BYTES), partial(getattr, transport, "binding")
             first, *others = self._secret.values
-            handshake = Handshake(
-                Side.LISTENER, self._me, first, nonce, also=others, binding=binding, quick_seals=AVAILABLE
-            )
-            guest = _Guest(transport, handshake, monotonic())
+            me = self._me
+            handshake = Handshake(Side.LISTENER, me, first, nonce, also=others, binding=binding, quick_seals=AVAILABLE)
+            guest = _Guest(transport, me, handshake, monotonic())
             self._guests.add(guest)
             self._timer.at(guest.deadline)
             descriptor = transport.fileno()
@@ -221,6 +221,9 @@ class PeerListener:
             why_not = self._why_not(peer)
             if why_not is not None:
                 raise HandshakeRefused(why_not)
+            if guest.me is not self._me and peer.is_newcomer:
+                # It may have read in our greeting that we are no member, and found a group of its own beside ours.
+                raise refuse(RefusalReason.CROSSED, f"{peer.member.name} was greeted before this node became a member")
             if self._returning is not None:
                 self._returning.yield_to(peer)
             return b""

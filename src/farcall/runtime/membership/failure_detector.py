@@ -55,7 +55,7 @@ class Reach(Protocol):
     def host_answers(self, incarnation: int) -> bool:
         """Did the kernel of an unresponsive member's host answer at the last attempt?"""
 
-    def on_joined(self, member: Member) -> None: ...
+    def on_joined(self, member: Member, *, was_there: bool = False) -> None: ...
 
     def on_admitted(self) -> None: ...
 
@@ -126,7 +126,7 @@ class FailureDetector:
         return self.belongs
 
     def found(self) -> None:
-        """No member exists to ask: become the first member of a group. From the thread that starts the node."""
+        """No member exists to ask: become the first member of a group. On the I/O thread."""
         self._running = False  # until `begin`, as for the first members of any group
         me = self.me
         self._machine = MembershipMachine(me, [me], self._options, random.Random(), monotonic())
@@ -136,6 +136,11 @@ class FailureDetector:
     def belongs(self) -> bool:
         """Is this node a member, perhaps a leaving one?"""
         return self._machine.state in (State.MEMBER, State.LEAVING)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Does this node leave, and tell the others so?"""
+        return self._machine.state is State.LEAVING
 
     def leave(self, timeout_s: float) -> None:
         """Tell the others that this node leaves, and wait until they know. From the thread that shuts down."""
@@ -269,7 +274,7 @@ class FailureDetector:
                     reach.on_died(member, why)
                 case events.Admitted(members):
                     for member in members:
-                        reach.on_joined(member)
+                        reach.on_joined(member, was_there=True)
                     reach.on_admitted()
                     self._settled.open()
                 case events.Refused(why):

@@ -80,9 +80,8 @@ class Ending:
             if graceful:
                 self._serves_on = node.is_static and not timeout_s
                 node.server.on_answered = leaving.poke
-                if node.entry is not None:
-                    node.entry.withdraw()
-                node.membership.close()  # before all agree: afterwards a new store may open at the same port
+                if node.is_static:
+                    self._drop_store()  # before all agree: afterwards a new store may open at the same port
                 late = leaving.enter(timeout_s)
                 agreed = not late and lifecycle.verdict is None
                 if agreed:
@@ -92,6 +91,10 @@ class Ending:
                     if isinstance(leaving, Withdrawing):
                         node.watch.leave(LEAVE_S)
                         leaving.enter(LEAVE_S, LEAVE_S)  # members that did not know yet may have made more calls
+                if not node.is_static:
+                    # Not while this node lets newcomers in: others, which do not find it on the list, would found a
+                    # second group.
+                    self._drop_store()
         except BaseException:
             self._return = None
             raise
@@ -108,6 +111,11 @@ class Ending:
             raise ShutdownTimeout(
                 f"{node.info.name} left after waiting {timeout_s:g} s for: {'; '.join(late)}", leaving.late_names
             )
+
+    def _drop_store(self) -> None:
+        if self._node.entry is not None:
+            self._node.entry.withdraw()
+        self._node.membership.close()
 
     def _serve_again(self, way_back: Meeting) -> bool:
         """After an expulsion in `shutdown`, while the node served: be a member again, and leave with the others.

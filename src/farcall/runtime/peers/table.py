@@ -6,7 +6,8 @@ while the node starts) and functions that say otherwise.
 
     peer                      event                               then
     (unknown)                 connects to us, or is dialled       a stranger: only its membership messages are handled
-    (unknown), or stranger    joined a small group                a member; of each two, the later one dials
+    (unknown), or stranger    joined a small group                a member; of each two, the later one dials, and a
+                                                                  newcomer all that were there
     (unknown), or stranger    joined a large one, a neighbour     the same; or the first that has something to send
     (unknown), or stranger    joined a large one, another         a member; the first that has something to send dials
     member, no connection     we dialled it, or it us             connected: the messages sent meanwhile go out
@@ -103,6 +104,8 @@ class PeerTable:
         self._gone: deque[RemotePeer] = deque()  # the oldest first
         self._ends: dict[RemotePeer, float] = {}  # when to close the link of each
         self._yielded: dict[RemotePeer, float] = {}  # when each should have connected to us
+        # The member whose connection is being taken: a dial now would cross with that, and both would be closed.
+        self._arriving = 0
         self._silent: dict[RemotePeer, float] = {}  # members whose host is watched, and until when at least
         self._records: dict[int, Member] = {}  # the strangers as they introduced themselves, by incarnation
         # Several threads may need a link at the same moment. Re-entrant: a garbage collection inside may need one, too.
@@ -297,7 +300,9 @@ class PeerTable:
         incarnation = member.incarnation
         logger.debug("%s is connected to %s over %s", self._me.info.name, info.name, transport.describe())
         if not dialled and member.admission:
+            self._arriving = incarnation
             self.watch.on_message(incarnation, Introduction(member))
+            self._arriving = 0
         peer = self._by_incarnation.get(incarnation)
         if peer is not None and self._is_first(peer):
             self._use_shared_memory(peer, transport)
@@ -329,7 +334,9 @@ class PeerTable:
         peer.known = False
         before = self._strangers.pop(incarnation, None)
         if before is None and len(self._strangers) >= MAX_STRANGERS:
-            before = self._strangers.pop(next(iter(self._strangers)))
+            oldest = next(iter(self._strangers))
+            before = self._strangers.pop(oldest)
+            self._records.pop(oldest, None)
         self._strangers[incarnation] = peer
         self._ends[peer] = monotonic() + STRANGER_S
         self._timer.at(self._ends[peer])
@@ -393,7 +400,12 @@ class PeerTable:
         if peer is not None and peer.linked and peer.link.broken is None:
             if peer.link.up or peer.link.outgoing.asleep:
                 peer.control(message)
-            return  # otherwise it is being dialled, or will dial us: drop the message
+                return
+            # Who leaves does not wait for a newcomer's dial: one that knows of the leave, or leaves, does not dial.
+            is_new = incarnation != self._arriving and self.connector.bond_of(peer) is None
+            may_dial = self.watch.is_leaving and is_new
+            if not may_dial and not self.connector.is_dialling(incarnation):
+                return  # it will dial us, or is dialled again: drop the message
         stranger = self._strangers.get(incarnation)
         if stranger is not None and stranger.link.up:
             stranger.control(message)
@@ -402,8 +414,11 @@ class PeerTable:
         if member is not None:
             self.connector.dial(member, message)
 
-    def on_joined(self, member: Member) -> None:
-        """A member has joined: make it addressable, dial it if that is our part, and handle its held frames."""
+    def on_joined(self, member: Member, *, was_there: bool = False) -> None:
+        """A member has joined, or ``was_there`` when this node did: make it addressable, and handle its held frames.
+
+        Dials it if that is our part.
+        """
         incarnation = member.incarnation
         peer = self._by_incarnation.get(incarnation)
         if peer is not None or incarnation == self._me.incarnation:
@@ -422,10 +437,14 @@ class PeerTable:
         self._enter(peer)
         self.watcher.on_entered(peer)
         self.watcher.on_change("joined", member, "")
-        if self.watch.is_neighbour(incarnation) and not (peer.linked and peer.link.up):
+        is_connected = incarnation == self._arriving or (peer.linked and peer.link.up)
+        if self.watch.is_neighbour(incarnation) and not is_connected:
             me = self.watch.me
-            if (me.admission, me.rank, me.incarnation) > (member.admission, member.rank, incarnation):
-                self.connector.dial(member)  # we joined later: we dial
+            # The later one dials. But one that was there may have a later number, offered before it joined, and not
+            # know of us yet: then it would not dial before it hears of us, perhaps only when tables are compared.
+            is_later = (me.admission, me.rank, me.incarnation) > (member.admission, member.rank, incarnation)
+            if is_later or was_there:
+                self.connector.dial(member)
         held, peer.held = peer.held, []
         for frame in held:
             self._on_frame(peer, frame)

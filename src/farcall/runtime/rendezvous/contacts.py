@@ -8,9 +8,11 @@ The store only yields addresses. The members themselves decide who belongs to th
 store may die: then ``farcall://host:port`` names a member instead.
 
 A newcomer enters the list before it asks. It may found the group only if all entries before its own are gone and no
-entry is a member: all newcomers see the list in one order, so only one of them founds. The member of the lowest rank
-keeps the list up to date (`Upkeep`), so that newcomers find a living member. Knows nothing of links or the membership
-machine; every method of `Contacts` talks to the store, and may block as long as that does.
+entry is a member, or about to become one: all newcomers see the list in one order, so only one of them founds. A member
+stays on the list as long as it lets newcomers in: else one that it lets in could look like any other newcomer to the
+next, which would found a second group. The member of the lowest rank keeps the list up to date (`Upkeep`), so that
+newcomers find a living member. Knows nothing of links or the membership machine; every method of `Contacts` talks to
+the store, and may block as long as that does.
 """
 
 from __future__ import annotations

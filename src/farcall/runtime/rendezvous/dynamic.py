@@ -6,8 +6,9 @@ left it. `contacts.py` explains the list in the store; the members decide about 
 on the threads that start and end the node, unless a docstring says otherwise.
 
     at a contact's addresses answers                   then
-    a member                                           ask it to let us in; if it goes away meanwhile, ask another
+    a member                                           ask it to let us in; if it goes away meanwhile, try again
     a newcomer like us                                 the first on the list founds, the others wait for it
+    a newcomer that somebody may let in any moment     try it again: nobody founds meanwhile
     nobody, or another process                         the contact is gone
     nothing in time                                    try it again
     a member of a group of fixed size that is over     the contact is gone: the rest of its group will meet anew
@@ -29,7 +30,7 @@ from farcall.options import RpcBackendOptions
 from farcall.protocol.backoff import Backoff
 from farcall.protocol.connector import Dial, Ended, Goal, Step
 from farcall.protocol.handshake import Established
-from farcall.protocol.hello import Hello, Listen
+from farcall.protocol.hello import Hello, Listen, RefusalReason, refuse
 from farcall.protocol.member import Member
 from farcall.protocol.membership.joining import GROUP_IS_OVER
 from farcall.runtime.io.bounded_call import Unanswered, in_bounded_time
@@ -126,8 +127,8 @@ class Candidate(Protocol):
     def ask(self, dialler: Dialler, transport: Transport, established: Established, deadline: float) -> bool:
         """Ask the member that ``dialler`` has found; False: it went away. Raises if it refuses us."""
 
-    def found(self) -> None:
-        """No member exists: become the first one."""
+    def found(self, deadline: float) -> None:
+        """No member exists: become the first one, unless this node has been let in meanwhile."""
 
 
 class Search:
@@ -186,12 +187,15 @@ class Search:
                 self._gone.add(contact.incarnation)
             elif is_before or contact.name in self._why:
                 may_found = False
-        if is_current and not may_found and self._gone.issuperset(contact.incarnation for _, contact in others):
+        is_nobody_left = self._gone.issuperset(contact.incarnation for _, contact in others)
+        if is_current and not may_found and is_nobody_left:
             # The list was full of dead contacts, so that we got no place on it: make room, then try again.
             self._strike_off(contacts, deadline)
             return False
+        if not is_current and is_nobody_left and not is_served(self._meeting.place):
+            raise self._missing()  # now: this store does not come back, as its client does not connect again
         if may_found:
-            self._candidate.found()
+            self._candidate.found(deadline)
         return may_found
 
     def _try_known(self, members: Sequence[Member], deadline: float) -> bool:
@@ -243,7 +247,7 @@ class Search:
         self._why.pop(name, None)
         asked = self._candidate.ask_if_connected(target.incarnation, deadline)
         if asked is not None:
-            return asked
+            return asked or self._not_answered(name)
         backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         dial = Dial(Goal.JOIN, until=deadline, now=monotonic(), backoff=backoff)
         me = Hello(self._me, meeting.cluster_id)
@@ -272,7 +276,13 @@ class Search:
                 f"{self._me.name} was given {_size_text(meeting.size)}, and {found.established.peer.member.name} "
                 f"{_size_text(purpose.size)}: give every process the same world_size, or none"
             )
-        return self._candidate.ask(dialler, found.transport, found.established, deadline)
+        asked = self._candidate.ask(dialler, found.transport, found.established, deadline)
+        return asked or self._not_answered(name)
+
+    def _not_answered(self, name: str) -> bool:
+        """A member was asked, and went away: it may have let others in, so this is no time to found a group."""
+        self._why[name] = "it has not answered, or went away"
+        return False
 
     def _missing(self) -> MissingPeers:
         place = self._meeting.place
@@ -304,7 +314,7 @@ class _Looker:
         transport.close()
         return True
 
-    def found(self) -> None:
+    def found(self, deadline: float) -> None:
         raise AssertionError("members that are known are asked, and nobody founds")
 
 
@@ -341,16 +351,22 @@ class DynamicRendezvous:
     def enter(self, listener: PeerListener, loop: Loop, peers: PeerTable) -> None:
         """Return when this node is a member, admitted or as the first one; raises ``InitError``."""
         membership, watch = self.membership, peers.watch
+        newcomer = _Newcomer(self._meeting, membership, listener, loop, peers)
+
+        def why_not(hello: Hello) -> str | None:
+            # Let everybody else connect: membership messages must get through, and the members decide the rest.
+            if hello.is_newcomer and newcomer.may_be_let_in():
+                raise refuse(RefusalReason.CROSSED, f"{membership.me.name} is about to become a member: ask it again")
+            return peers.why_closed(hello.member.incarnation)
+
         listener.open(
             Hello(membership.me, membership.cluster_id, Listen()),
             membership.secret,
-            # Let everybody else connect: membership messages must get through, and the members decide the rest.
-            why_not=lambda hello: peers.why_closed(hello.member.incarnation),
-            on_member=lambda transport, established: peers.connected(transport, established, False),
+            why_not=why_not,
+            on_member=newcomer.on_connected,
             returning=peers.connector,
             tls=tls_for(self._options, membership.secret),
         )
-        newcomer = _Newcomer(self._meeting, membership, listener, loop, peers)
         Search(self._meeting, membership.me, self._options, newcomer).run(self._deadline)
         if self.contacts is not None:
             self._upkeep = Upkeep(self.contacts, peers, self._meeting.place)
@@ -358,6 +374,7 @@ class DynamicRendezvous:
                 self._upkeep.poke()  # others may have entered the list while this node was no member
         me = watch.me
         listener.become(Hello(me, membership.cluster_id, Listen(admits=True, size=membership.size)))
+        newcomer.admits = True
         # Wait until all neighbours know this node: otherwise a third member could name it to them before it connects.
         bound_s = min(FIRST_CONNECTIONS_S, max(0.0, self._deadline - monotonic()))
         neighbours: list[frozenset[int]] = []
@@ -406,6 +423,25 @@ class _Newcomer:
         self._listener = listener
         self._loop = loop
         self._peers = peers
+        # Mutable: those who were asked to let us in, and whether the listener says that this node does so itself.
+        self._asked: list[RemotePeer] = []
+        self.admits: bool = False
+
+    def may_be_let_in(self) -> bool:
+        """May this node be a member already, or any moment, though it does not tell those who dial it?
+
+        Then it lets newcomers wait: one that took it for a newcomer might found a group beside the one that it joins.
+        """
+        return not self.admits and (self._peers.watch.belongs or any(peer.link.up for peer in self._asked))
+
+    def on_connected(self, transport: Transport, established: Established) -> None:
+        """Somebody has dialled this node. On the I/O thread."""
+        if established.peer.is_newcomer and not self.admits:
+            # It has read that this node lets nobody in, and hangs up, too. Kept until then, its connection could be
+            # taken for a sponsor's; or for its link as a member, if this node hears first that it was let in.
+            transport.close()
+        else:
+            self._peers.connected(transport, established, False)
 
     def ask_if_connected(self, incarnation: int, deadline: float) -> bool | None:
         stranger = self._peers.stranger(incarnation)
@@ -448,6 +484,7 @@ class _Newcomer:
 
     def _ask(self, stranger: RemotePeer, deadline: float) -> bool:
         watch, link, is_lost = self._peers.watch, stranger.link, self._cancelled.is_set
+        self._asked.append(stranger)
         patience_s = min(SPONSOR_S, deadline - monotonic())
         if watch.join_through(stranger.incarnation, self._former, patience_s, lambda: is_lost() or not link.up):
             return True
@@ -459,8 +496,17 @@ class _Newcomer:
         kind = DuplicateName if why.startswith("the name") else BadRank if why.startswith("rank") else InitError
         raise kind(f"{watch.me.name} was not let in: {why}")
 
-    def found(self) -> None:
-        self._peers.watch.found()
+    def found(self, deadline: float) -> None:
+        founded = threading.Event()
+
+        def found() -> None:
+            if not self._peers.watch.belongs:  # by an answer that came late
+                self._peers.watch.found()
+            founded.set()
+
+        self._loop.call_soon(found)
+        if not wait_until(founded.is_set, deadline - monotonic()):
+            raise InitError(f"{self._peers.watch.me.name}: the I/O thread does not answer")
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:

@@ -79,3 +79,14 @@ def test_in_a_large_group_each_neighbour_is_told_once_and_so_is_one_that_becomes
 
 def test_the_number_of_sends_grows_with_the_logarithm() -> None:
     assert [sends_needed(size) for size in (1, 2, 10, 100, 1000, 10_000)] == [3, 5, 8, 12, 17, 23]
+
+
+def test_every_neighbour_is_told_once_though_all_sends_are_used_up() -> None:
+    """Most of a growing group do not pass an update on: they had it from their sponsors."""
+    queue = GossipQueue()
+    queue.add(dead(1), 2)
+    neighbours = frozenset({7, 8})
+    assert [queue.take(7, neighbours, once=False) for _ in range(3)] == [(dead(1),)] * 2 + [()]
+    assert queue.is_news_to(neighbours)
+    assert queue.take(8, neighbours, once=False) == (dead(1),)
+    assert not queue

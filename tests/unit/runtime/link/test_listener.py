@@ -16,7 +16,7 @@ from tests.kit.waiting import wait_until
 
 from farcall.errors import HandshakeRefused
 from farcall.protocol.handshake import Established, Handshake
-from farcall.protocol.hello import MAX_MESSAGE_BYTES, NONCE_BYTES, Hello, Side
+from farcall.protocol.hello import MAX_MESSAGE_BYTES, NONCE_BYTES, Connect, Hello, Listen, Refused, Side
 from farcall.protocol.member import Member
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
@@ -200,6 +200,23 @@ def test_proven_peer_that_is_not_wanted_is_refused_with_the_reason() -> None:
     assert not hall.members
     assert hall.door.refusals["guest"] == "guest is connected already"
     hall.close()
+
+
+@pytest.mark.parametrize("is_newcomer", [True, False])
+def test_a_newcomer_that_was_greeted_before_this_node_became_a_member_is_to_come_again(
+    hall: Hall, is_newcomer: bool
+) -> None:
+    """It has read that this node is no member, and might found a group beside that of this node."""
+    transport = hall.dial()
+    hall.door.become(hello("host", 0).wanting(Listen(admits=True)))
+    guest = hello("guest", 1) if is_newcomer else hello("guest", 1).wanting(Connect(is_first=True))
+    handshake = Handshake(Side.DIALER, guest, SECRET, secrets.token_bytes(NONCE_BYTES), expected_peer="host")
+    if is_newcomer:
+        with pytest.raises(Refused, match="crossed"):
+            exchange(hall, transport, handshake)
+    else:
+        assert exchange(hall, transport, handshake) is not None
+    assert bool(hall.members) is not is_newcomer
 
 
 def test_half_open_connection_is_shown_out_in_time(hall: Hall) -> None:

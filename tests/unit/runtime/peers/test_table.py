@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from msgspec.structs import replace as replaced
 from tests.kit.times import PATIENT
 from tests.kit.waiting import wait_until
 
@@ -18,12 +19,16 @@ from farcall.errors import Delivery
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol.connector import Ended, Outcome, Step
+from farcall.protocol.hello import Connect, Hello
 from farcall.protocol.member import Member
-from farcall.protocol.membership.messages import Gossip
+from farcall.protocol.membership.events import Admitted, LocalLeave, MemberJoined
+from farcall.protocol.membership.messages import Ack, Gossip, Status, Update
 from farcall.protocol.messages import FORGOT_SHUTDOWN, LEFT, Ping
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.connector import Connector
-from farcall.runtime.link.dialler import Found
+from farcall.runtime.link.dialler import Dialler, Found
+from farcall.runtime.link.link import Link
+from farcall.runtime.membership.failure_detector import FailureDetector
 from farcall.runtime.peers import table as tables
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import RemotePeer
@@ -95,6 +100,40 @@ def test_whoever_is_told_of_a_newcomer_to_a_small_group_finds_a_link_that_waits_
     assert found == [(True, False)]
 
 
+def test_a_newcomer_dials_those_who_were_there(make: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even one with a later number, which may not know of the newcomer yet, and would not dial."""
+    monkeypatch.setattr(Dialler, "start", lambda _: None)
+    table = make.make()
+    monkeypatch.setattr(table.watch, "is_neighbour", lambda incarnation: True)
+    early, late = (replaced(member, admission=9) for member in OTHERS[:2])
+    make.on_loop(lambda: table.watch._carry_out([Admitted((early,)), MemberJoined(late)]))
+    assert table.connector.is_dialling(early.incarnation)
+    assert not table.connector.is_dialling(late.incarnation)
+
+
+def test_who_connects_and_introduces_itself_is_not_dialled(make: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This node has let it in: of two connections, the other end would keep the one that this node drops."""
+    monkeypatch.setattr(Dialler, "start", lambda _: None)
+    connected: list[Link] = []
+    monkeypatch.setattr(Link, "connect", lambda link, *_: connected.append(link))
+    table = make.make()
+    monkeypatch.setattr(FailureDetector, "me", replaced(ME, admission=9))  # this node is the later one
+    member = replaced(OTHERS[0], admission=1)
+    established = Mock(peer=Hello(member, "cluster", Connect(is_first=True)), leftover=b"")
+    make.on_loop(lambda: table.connected(Mock(), established, False))
+    assert connected == [remote(table, member).link]
+    assert not table.connector.is_dialling(member.incarnation)
+
+
+def test_nothing_is_kept_of_strangers_that_make_room(make: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "MAX_STRANGERS", 1)
+    table = make.make()
+    for member in OTHERS:
+        peer = Mock(incarnation=member.incarnation)
+        make.on_loop(lambda member=member, peer=peer: table._add_stranger(member, peer))  # type: ignore[misc]
+    assert list(table._records) == list(table._strangers) == [OTHERS[-1].incarnation]
+
+
 def test_nothing_is_kept_of_those_who_came_and_went(make: Tables) -> None:
     table = make.make()
     for member in OTHERS:
@@ -102,6 +141,25 @@ def test_nothing_is_kept_of_those_who_came_and_went(make: Tables) -> None:
         make.on_loop(lambda member=member: table.on_died(member, "the test says so"))  # type: ignore[misc]
     wait_until(lambda: not table._by_incarnation, "their ends")
     assert not table._awaited
+
+
+@pytest.mark.parametrize("heard", ["before", "meanwhile"])
+def test_who_leaves_dials_a_newcomer(make: Tables, monkeypatch: pytest.MonkeyPatch, heard: str) -> None:
+    """The newcomer does not dial if it has heard of the leave, or leaves: to wait for its word would be in vain."""
+    member, newcomer = OTHERS[:2]
+    told: list[tuple[Member, Any]] = []
+    monkeypatch.setattr(Dialler, "start", lambda _: None)
+    table = make.make(member)
+    left, joined = Update(ME.incarnation, Status.LEFT, 0), Update(newcomer.incarnation, Status.ALIVE, 0, newcomer)
+    if heard == "before":
+        make.on_loop(lambda: table.watch.on_message(member.incarnation, Gossip((joined,))))
+    assert not table.connector.is_dialling(newcomer.incarnation)
+    dial = table.connector.dial
+    monkeypatch.setattr(table.connector, "dial", lambda to, news=None: (told.append((to, news)), dial(to, news)))
+    make.on_loop(lambda: table.watch.feed(LocalLeave()))
+    make.on_loop(lambda: table.watch.on_message(member.incarnation, Ack((joined, left))))
+    (news,) = (news for to, news in told if to == newcomer)
+    assert left in news.updates
 
 
 def test_who_does_not_dial_as_it_should_is_dialled_when_there_is_need(make: Tables) -> None:

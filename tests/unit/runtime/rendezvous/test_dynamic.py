@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tests.kit.times import LONG_S
+from tests.kit.times import AT_ONCE_S, LONG_S
 from tests.kit.waiting import wait_until
 
 from farcall.errors import BadRank, MissingPeers, WrongSecret
 from farcall.options import RpcBackendOptions
 from farcall.protocol.connector import Ended, Outcome, Step
-from farcall.protocol.hello import Hello, Listen
+from farcall.protocol.hello import Connect, Hello, Listen
 from farcall.protocol.member import Member
 from farcall.runtime.io import bounded_call
 from farcall.runtime.link.dialler import Dialler, Found
@@ -52,7 +52,7 @@ class Contacts:
 class Candidate:
     founded = False
 
-    def found(self) -> None:
+    def found(self, deadline: float) -> None:
         self.founded = True
 
 
@@ -85,10 +85,66 @@ def test_nobody_founds_a_group_on_an_old_list() -> None:
     assert not candidate.founded
 
 
+def test_who_is_left_alone_without_a_store_gives_up_at_once() -> None:
+    """The first member had the store, and left before it let us in."""
+    found, _ = joining(Contacts(1, MEMBER, ME), [False, None])
+    began = monotonic()
+    with pytest.raises(MissingPeers, match="the store is gone"):
+        found.run(began + LONG_S)
+    assert monotonic() < began + AT_ONCE_S
+
+
 def test_a_store_that_was_never_heard_is_named() -> None:
     found, _ = joining(Contacts(0), [None])
     with pytest.raises(MissingPeers, match=r"127.0.0.1:1: the store is gone: Broken pipe"):
         found.run(monotonic() + 10.0)
+
+
+class AskedInVain(Candidate):
+    """A candidate that is connected to a member, which goes away instead of letting it in."""
+
+    def ask_if_connected(self, incarnation: int, deadline: float) -> bool:
+        return False
+
+
+def test_nobody_founds_a_group_while_a_member_does_not_answer() -> None:
+    """That member is behind us on the list: it was let in before us."""
+    candidate = AskedInVain()
+    meeting = Meeting(PLACE, Contacts(2, ME, MEMBER), None, "cluster", Secret(b"secret"))  # type: ignore[arg-type]
+    found = Search(meeting, ME, RpcBackendOptions(init_method=PLACE.url), candidate)  # type: ignore[arg-type]
+    with pytest.raises(MissingPeers, match="member: it has not answered"):
+        found.run(monotonic())
+    assert not candidate.founded
+
+
+@pytest.mark.parametrize(
+    ("purpose", "admits"), [(Connect(), False), (Connect(), True), (Connect(is_first=True), False)]
+)
+def test_a_newcomer_keeps_no_connection_of_another(purpose: Connect, admits: bool) -> None:
+    """The other one hangs up. Until this node sees that, it might ask in vain, or take it for a member's connection."""
+    kept: list[Any] = []
+    closed: list[bool] = []
+    peers: Any = SimpleNamespace(connected=lambda *connection: kept.append(connection))
+    meeting = Meeting(PLACE, None, None, "cluster", Secret(b"secret"))
+    newcomer = _Newcomer(meeting, None, None, None, peers)  # type: ignore[arg-type]
+    newcomer.admits = admits
+    transport: Any = SimpleNamespace(close=lambda: closed.append(True))
+    established: Any = SimpleNamespace(peer=Hello(MEMBER, "cluster", purpose))
+    newcomer.on_connected(transport, established)
+    is_kept = admits or purpose.is_first
+    assert kept == [(transport, established, False)] * is_kept
+    assert closed == [True] * (not is_kept)
+
+
+def test_who_was_let_in_late_does_not_found_a_group() -> None:
+    """The answer came when this node had given up its sponsor: to found a group now would forget the members."""
+    founded: list[bool] = []
+    watch = SimpleNamespace(belongs=False, found=lambda: founded.append(True))
+    loop: Any = SimpleNamespace(call_soon=lambda function: (setattr(watch, "belongs", True), function()))
+    peers: Any = SimpleNamespace(watch=watch)
+    meeting = Meeting(PLACE, None, None, "cluster", Secret(b"secret"))
+    _Newcomer(meeting, None, None, loop, peers).found(monotonic() + 10.0)  # type: ignore[arg-type]
+    assert not founded
 
 
 @pytest.mark.parametrize("size", [0, 3])
@@ -127,7 +183,7 @@ def test_names_that_take_long_hold_up_no_group_that_meets_anew(monkeypatch: pyte
     options = RpcBackendOptions(init_method=PLACE.url)
     starting = threading.Thread(target=lambda: found.append(is_there(MET_BEFORE, ME, options, monotonic() + 0.01)))
     starting.start()
-    starting.join(LONG_S / 2)
+    starting.join(AT_ONCE_S)
     try:
         assert found == [False]
         assert asked.wait(LONG_S)
