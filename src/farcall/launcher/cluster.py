@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import logging
 import os
 import pickle
 import secrets
@@ -119,6 +120,8 @@ class Cluster:
             api.init_rpc(DRIVER, rank=DRIVER_RANK, rpc_backend_options=mine)
             undone.callback(_leave)
             self._node: Runtime = current_runtime()
+            # The supervisor tells of deaths: it knows how a process ended, and which ones it ended itself.
+            self._node.member_changes.loss_level = logging.INFO
             self._meet = _meeting_url(self._node.addresses)
             self._allowed = _allowed_at_workers()
             MAIN.is_alone = True
