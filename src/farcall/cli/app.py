@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -106,7 +107,15 @@ def run(
     ] = None,
 ) -> None:
     """Run a program in one or more processes. Programs written for torch.distributed.rpc run over farcall."""
+    from farcall.compat.program import is_program
+
     program = [script, *context.args]
+    if script.startswith("-") and script != "-m":  # the parser passes options that it does not know, for -m
+        known = [name for parameter in context.command.params for name in parameter.opts if name[:2] == "--"]
+        near = get_close_matches(script, known, 1) or [name for name in known if name.startswith(f"-{script}")]
+        context.fail(f"No such option: {script}" + "".join(f" (did you mean {name}?)" for name in near[:1]))
+    if on == "local" and not is_program(program):
+        context.fail(f"{script} is no program: name a file, or -m and a module")
     if workers is None and on != "local":
         raise typer.BadParameter("needs --workers: how many to start there", param_hint="--on")
     if workers is None and restart:

@@ -47,6 +47,8 @@ def run_program(arguments: Sequence[str]) -> None:
         frames_left = error.__traceback__
         while frames_left is not None and frames_left.tb_frame.f_code.co_filename in _BEFORE_THE_PROGRAM:
             frames_left = frames_left.tb_next
+        if isinstance(error, KeyError) and error.args[:1] in {("RANK",), ("WORLD_SIZE",)}:
+            error.add_note("`farcall run --workers N PROGRAM` sets it; options after PROGRAM are the program's own")
         sys.last_value = error.with_traceback(frames_left)  # as the interpreter does
         sys.excepthook(type(error), error, frames_left)
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""A program that is interrupted under `farcall run`."""
+"""A program under `farcall run`: interrupted, or in want of a rank."""
 
 from __future__ import annotations
 
@@ -40,3 +40,20 @@ def test_the_line_about_an_interruption_is_written_at_once(monkeypatch: pytest.M
     assert line.startswith("interrupted at ")
     assert line.endswith(" in interrupted\n")
     assert codes == [130]
+
+
+def test_a_missing_rank_is_told_with_the_command_that_sets_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def execute(arguments: Sequence[str]) -> None:
+        raise KeyError("RANK")
+
+    monkeypatch.setenv("FARCALL_INSTALL", "1")  # set by `run_program`: put back afterwards
+    monkeypatch.setattr(program, "install", lambda: None)
+    monkeypatch.setattr(program, "_execute", execute)
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    with pytest.raises(SystemExit):
+        program.run_program(["program.py", "--workers", "2"])
+    *_, error, note = capsys.readouterr().err.splitlines()
+    assert error == "KeyError: 'RANK'"
+    assert note == "`farcall run --workers N PROGRAM` sets it; options after PROGRAM are the program's own"
