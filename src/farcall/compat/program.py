@@ -10,6 +10,7 @@ import atexit
 import io
 import os
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -29,7 +30,13 @@ def is_program(arguments: Sequence[str]) -> bool:
 def run_program(arguments: Sequence[str]) -> None:
     """Run the program that the first arguments name, with the rest as its own; return when it ends."""
     os.environ["FARCALL_INSTALL"] = "1"  # for programs that this one starts, where farcall.pth is installed
+    at_interrupt = signal.getsignal(signal.SIGINT)
+    if at_interrupt is signal.default_int_handler:  # not where SIGINT is ignored
+        # Loading torch takes a second. Ctrl-C then just ends the process: there is nothing to clean up, a traceback
+        # would be torch's, and C code turns a KeyboardInterrupt into other errors.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     install()
+    signal.signal(signal.SIGINT, at_interrupt)
     try:
         _execute(arguments)
     except KeyboardInterrupt as interrupt:
