@@ -99,6 +99,12 @@ def run(
         int,
         typer.Option(min=0, help="Restarts of each failing worker; the group has no fixed size (no WORLD_SIZE)."),
     ] = 0,
+    keep_going: Annotated[
+        bool,
+        typer.Option(
+            "--keep-going", help="Let the other workers go on when one has failed; the status is still the failure's."
+        ),
+    ] = False,
     on: Annotated[
         str, typer.Option(help="Where: local, ssh, slurm, ray or kubernetes; see docs/launching.md.")
     ] = "local",
@@ -118,6 +124,8 @@ def run(
         context.fail(f"{script} is no program: name a file, or -m and a module")
     if workers is None and on != "local":
         raise typer.BadParameter("needs --workers: how many to start there", param_hint="--on")
+    if workers is None and keep_going:
+        raise typer.BadParameter("needs --workers: a single process has no others", param_hint="--keep-going")
     if workers is None and restart:
         raise typer.BadParameter("needs --workers: a single process is restarted by its user", param_hint="--restart")
     if workers is None:
@@ -133,7 +141,7 @@ def run(
     from farcall.launcher.engine import EngineError
 
     try:
-        code = run_cluster(_console(), workers, program, restart, on=on, options=option or ())
+        code = run_cluster(_console(), workers, program, restart, on=on, options=option or (), keeps_going=keep_going)
     except (EngineError, ValueError, TypeError) as error:
         raise _given_up(error) from None
     raise typer.Exit(code)

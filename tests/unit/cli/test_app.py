@@ -8,8 +8,9 @@ from typer.testing import CliRunner
 from farcall.cli.app import app
 
 
-def test_restart_needs_workers() -> None:
-    result = CliRunner().invoke(app, ["run", "--restart", "1", "program.py"])
+@pytest.mark.parametrize("option", ["--restart=1", "--keep-going", "--on=ssh"])
+def test_options_that_need_workers(option: str) -> None:
+    result = CliRunner().invoke(app, ["run", option, "program.py"])
     assert result.exit_code == 2
     assert "--workers" in result.output
 
