@@ -195,6 +195,7 @@ class Cluster:
         except BaseException:
             self._supervisor.remove([one.name for one in added])
             raise
+        self._supervisor.stop_waiting(added)
         return [Worker(one.name, node=self._node) for one in added]
 
     def shrink(self, workers: Worker | str | int | Iterable[Worker | str | int]) -> None:

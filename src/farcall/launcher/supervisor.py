@@ -2,8 +2,8 @@
 
 Owns the lives of all workers (`lives.py`), the engine, and the thread that acts: it starts and ends processes as the
 lives say, and wakes the threads that wait. News of the engine and the membership come on threads of theirs; this one
-handles them, in order, and drops those of an earlier life. It also tells the user of each worker that fails after it
-has run; a failed start is told by an exception (`launch`, `Cluster.wait`).
+handles them, in order, and drops those of an earlier life. It also tells the user of each worker that fails, unless
+somebody waits for its first start, and raises an exception (`launch`, `Cluster.grow`).
 
     news                                                event
     the member joined                                   joined; then it is prepared, on a thread of its own
@@ -82,6 +82,8 @@ class Supervised:
         self.last_lines: LastLines = LastLines(LAST_LINES)
         self.late_at: float | None = None
         self.has_left: bool = False
+        self.is_awaited: bool = True
+        """Does somebody wait for its first start?"""
         self.loss: str = ""
         """Why the membership lost it, if it did."""
         self.error: BaseException | None = None
@@ -146,6 +148,14 @@ class Supervisor:
             self._lock.notify_all()
         self._inbox.put(lambda: None)
         self._dismiss(asked)
+
+    def stop_waiting(self, workers: Iterable[Supervised]) -> None:
+        """Nobody waits for these any more, as a quorum runs: the log tells of the failures of the others."""
+        with self._lock:
+            for worker in workers:
+                worker.is_awaited = False
+                if worker.state is State.DEAD and not worker.life.has_run:
+                    self._log_failure(worker)
 
     def workers(self) -> list[Supervised]:
         """All that were ever added, by rank."""
@@ -346,16 +356,21 @@ class Supervisor:
         before = worker.state
         if worker.life.handle(event, monotonic(), why):
             logger.info("%s: %s -> %s%s", worker.name, before, worker.state, f" ({why})" if why else "")
-            if event is Event.FAILED and worker.life.has_run:
-                most = self._restarts.most
-                if worker.state is State.BACKING_OFF:
-                    then = f"restarting it ({worker.life.number + 1} of {most})"
-                elif most:
-                    then = f"it is not restarted again (max_restarts={most})"
-                else:
-                    then = 'it is not restarted (restart="never")'
-                logger.warning("driver: %s %s; %s", worker.name, why, then)
+            if event is Event.FAILED and (worker.life.has_run or not worker.is_awaited):
+                self._log_failure(worker)
             self._lock.notify_all()
+
+    def _log_failure(self, worker: Supervised) -> None:
+        most = self._restarts.most
+        if worker.state is State.BACKING_OFF:
+            then = f"restarting it ({worker.life.number + 1} of {most})"
+        elif not worker.life.has_run:
+            then = "it is not restarted: it has never run"
+        elif most:
+            then = f"it is not restarted again (max_restarts={most})"
+        else:
+            then = 'it is not restarted (restart="never")'
+        logger.warning("driver: %s %s; %s", worker.name, worker.life.why, then)
 
     def _remove(self, worker: Supervised) -> bool:
         """Have the worker end. True: it is a member, so it can be asked to."""

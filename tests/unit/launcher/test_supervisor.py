@@ -187,6 +187,22 @@ def test_a_first_start_that_fails_is_told_with_its_last_lines(scene: Scene) -> N
     assert scene.worker.account() == "ended with exit code 1; its last lines:\nTraceback\nValueError: no"
 
 
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_first_start_that_fails_is_logged_where_a_quorum_of_others_was_enough(
+    scene: Scene, caplog: pytest.LogCaptureFixture, is_late: bool
+) -> None:
+    scene.add()
+    spec = scene.started(1)
+    if is_late:
+        scene.supervisor.stop_waiting([scene.worker])
+    scene.supervisor.on_state(spec, ProcessState("ended", "", 1))
+    scene.is_in("dead")
+    if not is_late:
+        assert not caplog.messages
+        scene.supervisor.stop_waiting([scene.worker])
+    assert caplog.messages == ["driver: worker0 ended with exit code 1; it is not restarted: it has never run"]
+
+
 def test_an_engine_that_refuses(scene: Scene) -> None:
     scene.engine.refuses = True
     scene.add()
