@@ -82,7 +82,51 @@ def test_no_worker_outlives_its_driver(end, tmp_path):
     assert driver.returncode != 0
     if end.startswith("raise"):
         assert said.rstrip().endswith("ValueError: mine")
+    if number is signal.SIGINT or end.startswith("raise"):
+        assert said.startswith("Traceback"), said  # no word of the workers that it ended itself
     wait_gone(processes)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "cluster = farcall.launch(2); assert cluster[0].call(abs, -1) == 1",
+        "farcall.launch(2, on_start=lambda worker: 1 / 0)",
+    ],
+    ids=["without with", "in on_start"],
+)
+def test_a_driver_says_nothing_of_workers_that_it_ends_itself(end, tmp_path):
+    program = f"import farcall\nif __name__ == '__main__':\n    {end}\n"
+    (tmp_path / "program.py").write_text(program)
+    ran = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert ran.stderr.startswith("Traceback") if "1 / 0" in end else not ran.stderr, ran.stderr
+    assert ran.stdout == ""
+
+
+A_DEATH = """
+import os, signal, time
+import farcall
+
+if __name__ == "__main__":
+    with farcall.launch(2) as cluster:
+        under_way = cluster[1].start(time.sleep, 600)
+        os.kill(cluster[1].call(os.getpid), signal.SIGKILL)
+        try:
+            under_way.result()
+        except farcall.errors.PeerDead:
+            pass
+        try:
+            cluster.wait(250)
+        except farcall.errors.LaunchFailed as error:
+            print(error)
+"""
+
+
+def test_a_driver_says_how_a_worker_died(tmp_path):
+    (tmp_path / "program.py").write_text(A_DEATH)
+    ran = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert ran.stderr == 'driver: worker1 was ended by SIGKILL; it is not restarted (restart="never")\n'
+    assert "worker1 was ended by SIGKILL" in ran.stdout
 
 
 IN_ON_START = """

@@ -119,6 +119,41 @@ WHAT_WORKERS_GET = """
 """
 
 
+KEEPS_GOING = """
+    import os, sys, time
+    if os.environ["RANK"] == "0":
+        sys.exit(3)
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    if os.environ["FARCALL_RESTARTS"] == "0":
+        sys.exit(4)
+    print("goes on")
+"""
+
+
+def test_who_fails_for_good_ends_nobody_who_keeps_going(tmp_path: Path) -> None:
+    """The others are restarted as before; the exit status is that of the first failure."""
+    program, over = tmp_path / "program.py", tmp_path / "over"
+    program.write_text(textwrap.dedent(KEEPS_GOING))
+    options = ["--workers", "2", "--restart", "1", "--keep-going"]
+    lines = []
+    with subprocess.Popen(
+        [sys.executable, "-m", "farcall", "run", *options, program, over], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if "go on" in line:  # worker 0 has failed for good
+                over.touch()
+    assert "".join(lines).splitlines() == [
+        "worker 0 ended with exit code 3; starting it again (1 of 1)",
+        "worker 0 ended with exit code 3; the others go on",
+        "worker 1 ended with exit code 4; starting it again (1 of 1)",
+        "1 | goes on",
+    ]
+    assert process.returncode == 3
+
+
 def test_workers_get_a_secret_of_their_run_and_a_store_that_only_this_machine_reaches(tmp_path: Path) -> None:
     """The store used to be open to the network, and had the secret in it for as long as the workers ran."""
     program = tmp_path / "program.py"

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -98,6 +99,12 @@ def run(
         int,
         typer.Option(min=0, help="Restarts of each failing worker; the group has no fixed size (no WORLD_SIZE)."),
     ] = 0,
+    keep_going: Annotated[
+        bool,
+        typer.Option(
+            "--keep-going", help="Let the other workers go on when one has failed; the status is still the failure's."
+        ),
+    ] = False,
     on: Annotated[
         str, typer.Option(help="Where: local, ssh, slurm, ray or kubernetes; see docs/launching.md.")
     ] = "local",
@@ -106,9 +113,19 @@ def run(
     ] = None,
 ) -> None:
     """Run a program in one or more processes. Programs written for torch.distributed.rpc run over farcall."""
+    from farcall.compat.program import is_program
+
     program = [script, *context.args]
+    if script.startswith("-") and script != "-m":  # the parser passes options that it does not know, for -m
+        known = [name for parameter in context.command.params for name in parameter.opts if name[:2] == "--"]
+        near = get_close_matches(script, known, 1) or [name for name in known if name.startswith(f"-{script}")]
+        context.fail(f"No such option: {script}" + "".join(f" (did you mean {name}?)" for name in near[:1]))
+    if on == "local" and not is_program(program):
+        context.fail(f"{script} is no program: name a file, or -m and a module")
     if workers is None and on != "local":
         raise typer.BadParameter("needs --workers: how many to start there", param_hint="--on")
+    if workers is None and keep_going:
+        raise typer.BadParameter("needs --workers: a single process has no others", param_hint="--keep-going")
     if workers is None and restart:
         raise typer.BadParameter("needs --workers: a single process is restarted by its user", param_hint="--restart")
     if workers is None:
@@ -124,7 +141,7 @@ def run(
     from farcall.launcher.engine import EngineError
 
     try:
-        code = run_cluster(_console(), workers, program, restart, on=on, options=option or ())
+        code = run_cluster(_console(), workers, program, restart, on=on, options=option or (), keeps_going=keep_going)
     except (EngineError, ValueError, TypeError) as error:
         raise _given_up(error) from None
     raise typer.Exit(code)

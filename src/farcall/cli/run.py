@@ -6,7 +6,8 @@ processes, and passes their output on. Ctrl-C is passed on once; workers that do
     a worker ends                         then
     with exit code 0                      nothing: the others go on
     otherwise, restarts are left to it    it is started again, with the same rank and ``FARCALL_RESTARTS`` one higher
-    otherwise                             the others are ended, and one line says whose fault it was
+    otherwise                             the others are ended, and one line says whose fault it was; with
+                                          ``keeps_going`` one line says how it ended, and the others go on
     by the error that another is gone     as before, but the other has `CAUSE_S` to end, too: if it fails of something
                                           else, the line names it
 
@@ -97,13 +98,15 @@ def run_cluster(
     *,
     on: str = "local",
     options: Sequence[str] = (),
+    keeps_going: bool = False,
 ) -> int:
     """Run ``program`` in ``workers`` processes; the exit code: 0, that of the first failure, or 130 after Ctrl-C.
 
     Each worker that fails is started again, up to ``restarts`` times. ``on`` names the engine, ``options``, each
-    ``NAME=VALUE``, are its own.
+    ``NAME=VALUE``, are its own. ``keeps_going``: a failure does not end the other workers.
     """
-    cluster = _Cluster(console, workers, program, restarts, _find_engine(on, options))
+    engine = _find_engine(on, options)
+    cluster = _Cluster(console, workers, program, restarts=restarts, engine=engine, keeps_going=keeps_going)
     try:
         return cluster.run()
     finally:
@@ -140,11 +143,21 @@ def _read_options(options: Sequence[str], parameters: Mapping[str, inspect.Param
 class _Cluster:
     """The workers of one ``farcall run``, and whose failure is the cause of its end."""
 
-    def __init__(self, console: Console, size: int, program: Sequence[str], restarts: int, engine: Engine) -> None:
+    def __init__(
+        self,
+        console: Console,
+        size: int,
+        program: Sequence[str],
+        *,
+        restarts: int,
+        engine: Engine,
+        keeps_going: bool,
+    ) -> None:
         self._console = console
         self._program = tuple(program)
         self._restarts = restarts
         self._engine = engine
+        self._keeps_going = keeps_going
         self._output = Output(console.file, is_terminal=console.is_terminal, width=len(str(size - 1)))
         self._heard: SimpleQueue[tuple[WorkerSpec, bytes | ProcessState]] = SimpleQueue()
         self._failed: list[_RunWorker] = []  # by themselves, in the order in which they ended
@@ -256,7 +269,7 @@ class _Cluster:
                 worker.source.end()
                 self._on_end(worker)
         self._output.show_unfinished()
-        if self._failed and not self._is_ending and not self._interrupted:
+        if self._failed and not self._keeps_going and not self._is_ending and not self._interrupted:
             self._judge()
         if self._give_up_at is not None and time.monotonic() > self._give_up_at:
             self._give_up_at = None
@@ -265,7 +278,7 @@ class _Cluster:
     def _on_end(self, worker: _RunWorker) -> None:
         if not worker.has_failed or self._is_ending or self._interrupted:
             return
-        if worker.spec.life < self._restarts and not self._failed:
+        if worker.spec.life < self._restarts and (self._keeps_going or not self._failed):
             count = worker.spec.life + 1
             text = f"worker {worker.rank} {worker.end}; starting it again ({count} of {self._restarts})"
             self._say(text, "bold yellow")
@@ -274,6 +287,9 @@ class _Cluster:
         else:
             self._judge_at = self._judge_at or time.monotonic() + CAUSE_S
             self._failed.append(worker)
+            if self._keeps_going:
+                others = "; the others go on" if self._any_left() else ""
+                self._say(f"worker {worker.rank} {worker.end}{others}", "bold red")
 
     def _judge(self) -> None:
         """End the others as soon as the cause is known, or the time for it is over."""
@@ -291,8 +307,11 @@ class _Cluster:
         """One line: its error is above, among its own lines."""
         first = self._failed[0]
         victim = f"; worker {first.rank} failed of it: {first.lost_another()}" if cause is not first else ""
-        others = "; ending the others" if any(worker.end is None for worker in self._workers.values()) else ""
+        others = "; ending the others" if self._any_left() else ""
         self._say(f"worker {cause.rank} {cause.end}{victim}{others}", "bold red")
+
+    def _any_left(self) -> bool:
+        return any(worker.end is None for worker in self._workers.values())
 
     def _say(self, text: str, style: str) -> None:
         self._output.begin_line()
@@ -319,7 +338,7 @@ class _Cluster:
             return 130
         if not self._failed:
             return 0
-        if not self._is_ending:  # all had ended before the time for the cause was over
+        if not self._is_ending and not self._keeps_going:  # all had ended before the time for the cause was over
             self._name_cause(self._cause())
         end = self._cause().end
         code = 1 if end is None or end.exit_code is None else end.exit_code

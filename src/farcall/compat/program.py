@@ -10,6 +10,7 @@ import atexit
 import io
 import os
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -29,7 +30,13 @@ def is_program(arguments: Sequence[str]) -> bool:
 def run_program(arguments: Sequence[str]) -> None:
     """Run the program that the first arguments name, with the rest as its own; return when it ends."""
     os.environ["FARCALL_INSTALL"] = "1"  # for programs that this one starts, where farcall.pth is installed
+    at_interrupt = signal.getsignal(signal.SIGINT)
+    if at_interrupt is signal.default_int_handler:  # not where SIGINT is ignored
+        # Loading torch takes a second. Ctrl-C then just ends the process: there is nothing to clean up, a traceback
+        # would be torch's, and C code turns a KeyboardInterrupt into other errors.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     install()
+    signal.signal(signal.SIGINT, at_interrupt)
     try:
         _execute(arguments)
     except KeyboardInterrupt as interrupt:
@@ -47,6 +54,8 @@ def run_program(arguments: Sequence[str]) -> None:
         frames_left = error.__traceback__
         while frames_left is not None and frames_left.tb_frame.f_code.co_filename in _BEFORE_THE_PROGRAM:
             frames_left = frames_left.tb_next
+        if isinstance(error, KeyError) and error.args[:1] in {("RANK",), ("WORLD_SIZE",)}:
+            error.add_note("`farcall run --workers N PROGRAM` sets it; options after PROGRAM are the program's own")
         sys.last_value = error.with_traceback(frames_left)  # as the interpreter does
         sys.excepthook(type(error), error, frames_left)
         sys.exit(1)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import logging
 import os
 import pickle
 import secrets
@@ -119,6 +120,8 @@ class Cluster:
             api.init_rpc(DRIVER, rank=DRIVER_RANK, rpc_backend_options=mine)
             undone.callback(_leave)
             self._node: Runtime = current_runtime()
+            # The supervisor tells of deaths: it knows how a process ended, and which ones it ended itself.
+            self._node.member_changes.loss_level = logging.INFO
             self._meet = _meeting_url(self._node.addresses)
             self._allowed = _allowed_at_workers()
             MAIN.is_alone = True
@@ -192,6 +195,7 @@ class Cluster:
         except BaseException:
             self._supervisor.remove([one.name for one in added])
             raise
+        self._supervisor.stop_waiting(added)
         return [Worker(one.name, node=self._node) for one in added]
 
     def shrink(self, workers: Worker | str | int | Iterable[Worker | str | int]) -> None:

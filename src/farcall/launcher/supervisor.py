@@ -2,14 +2,16 @@
 
 Owns the lives of all workers (`lives.py`), the engine, and the thread that acts: it starts and ends processes as the
 lives say, and wakes the threads that wait. News of the engine and the membership come on threads of theirs; this one
-handles them, in order, and drops those of an earlier life.
+handles them, in order, and drops those of an earlier life. It also tells the user of each worker that fails, unless
+somebody waits for its first start, and raises an exception (`launch`, `Cluster.grow`).
 
     news                                                event
     the member joined                                   joined; then it is prepared, on a thread of its own
     preparing it returned / raised                      prepared / failed, and its process is ended
     its process ended with 0 while it ran               finished
     its process ended otherwise                         failed
-    the member is dead                                  failed, and its process is ended
+    the member is dead, and its process has not ended   failed, and its process is ended
+      `EXIT_S` later
     it did not join within ``start_timeout_s``          failed, and its process is ended
 
 Thread rules
@@ -27,7 +29,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Protocol
 
-from farcall.errors import RpcError
+from farcall.errors import PeerDead, RpcError
 from farcall.launcher.engine import Engine, EngineError, ProcessState, WorkerSpec
 from farcall.launcher.lives import Event, Life, Restarts, State
 from farcall.launcher.output import LastLines
@@ -39,6 +41,8 @@ LAST_LINES = 40
 """Kept of each worker: enough for a traceback."""
 END_S = 3.0
 """How long a worker may take to end once it was told to."""
+EXIT_S = 1.0
+"""How long a dead member's process may take to end: its exit code says more than the end of its connections."""
 _TICK_S = 0.2
 _NEVER_STARTED = ProcessState("queued", "its engine starts it")
 
@@ -78,6 +82,10 @@ class Supervised:
         self.last_lines: LastLines = LastLines(LAST_LINES)
         self.late_at: float | None = None
         self.has_left: bool = False
+        self.is_awaited: bool = True
+        """Does somebody wait for its first start?"""
+        self.loss: str = ""
+        """Why the membership lost it, if it did."""
         self.error: BaseException | None = None
         """The exception of `Crew.prepare`."""
 
@@ -140,6 +148,14 @@ class Supervisor:
             self._lock.notify_all()
         self._inbox.put(lambda: None)
         self._dismiss(asked)
+
+    def stop_waiting(self, workers: Iterable[Supervised]) -> None:
+        """Nobody waits for these any more, as a quorum runs: the log tells of the failures of the others."""
+        with self._lock:
+            for worker in workers:
+                worker.is_awaited = False
+                if worker.state is State.DEAD and not worker.life.has_run:
+                    self._log_failure(worker)
 
     def workers(self) -> list[Supervised]:
         """All that were ever added, by rank."""
@@ -243,6 +259,7 @@ class Supervisor:
                 worker.last_lines.clear()
                 worker.late_at = now + self._start_timeout_s
                 worker.has_left = False
+                worker.loss = ""
             specs = [worker.spec for worker in started if worker.spec is not None]
         for incarnation in before:
             self._crew.bury(incarnation)
@@ -272,6 +289,8 @@ class Supervisor:
         with self._lock:
             worker = self._workers.get(event.worker.name)
             if worker is None:
+                if event.kind == "dead":
+                    logger.warning("driver: lost %s: %s", event.worker.name, event.why)
                 return
             if event.kind == "joined" and worker.state is State.STARTING:
                 worker.incarnation = event.incarnation
@@ -283,8 +302,7 @@ class Supervisor:
                 worker.has_left = True
                 self._condemn(worker, END_S)  # a process that is no member has nothing left to do
             elif event.kind == "dead" and worker.incarnation == event.incarnation:
-                self._tell(worker, Event.FAILED, event.why or "was lost")
-                self._condemn(worker, 0.0)
+                self._lose(worker, event.why)
 
     def _prepare(self, worker: Supervised, life: int) -> None:
         try:
@@ -303,8 +321,11 @@ class Supervisor:
                 self._tell(worker, Event.PREPARED)
             elif worker.state is State.PREPARING:
                 worker.error = error
-                self._tell(worker, Event.FAILED, f"{type(error).__name__}: {error}")
-                self._condemn(worker, 0.0)
+                if isinstance(error, PeerDead):
+                    self._lose(worker, str(error))
+                else:
+                    self._tell(worker, Event.FAILED, f"could not be prepared: {type(error).__name__}: {error}")
+                    self._condemn(worker, 0.0)
 
     def _look_at_clock(self) -> None:
         """Start workers whose pause is over; give up late ones; kill condemned ones."""
@@ -318,6 +339,9 @@ class Supervisor:
             hopeless = [spec for spec, until in self._condemned.items() if now >= until]
             for spec in hopeless:
                 del self._condemned[spec]
+                worker = self._workers[spec.name]
+                if worker.spec is spec and worker.loss:
+                    self._tell(worker, Event.FAILED, worker.loss)
             due = [one for one in self._workers.values() if one.life.due_at is not None and now >= one.life.due_at]
             for worker in due:
                 self._tell(worker, Event.DUE)
@@ -332,10 +356,21 @@ class Supervisor:
         before = worker.state
         if worker.life.handle(event, monotonic(), why):
             logger.info("%s: %s -> %s%s", worker.name, before, worker.state, f" ({why})" if why else "")
-            if worker.state is State.BACKING_OFF:
-                again = f"{worker.life.number + 1} of {self._restarts.most}"
-                logger.warning("%s failed; restarting it (%s): %s", worker.name, again, why)
+            if event is Event.FAILED and (worker.life.has_run or not worker.is_awaited):
+                self._log_failure(worker)
             self._lock.notify_all()
+
+    def _log_failure(self, worker: Supervised) -> None:
+        most = self._restarts.most
+        if worker.state is State.BACKING_OFF:
+            then = f"restarting it ({worker.life.number + 1} of {most})"
+        elif not worker.life.has_run:
+            then = "it is not restarted: it has never run"
+        elif most:
+            then = f"it is not restarted again (max_restarts={most})"
+        else:
+            then = 'it is not restarted (restart="never")'
+        logger.warning("driver: %s %s; %s", worker.name, worker.life.why, then)
 
     def _remove(self, worker: Supervised) -> bool:
         """Have the worker end. True: it is a member, so it can be asked to."""
@@ -343,6 +378,11 @@ class Supervisor:
         self._tell(worker, Event.REMOVED)
         self._condemn(worker, END_S if is_member else 0.0)
         return is_member
+
+    def _lose(self, worker: Supervised, why: str) -> None:
+        """The member is dead: it fails when its process has ended, or after `EXIT_S`."""
+        worker.loss = f"was lost: {why}"
+        self._condemn(worker, EXIT_S)
 
     def _condemn(self, worker: Supervised, patience_s: float) -> None:
         """Have its process ended, unless it ends by itself in time."""

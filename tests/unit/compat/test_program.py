@@ -1,7 +1,8 @@
-"""A program that is interrupted under `farcall run`."""
+"""A program under `farcall run`: interrupted, or in want of a rank."""
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -40,3 +41,38 @@ def test_the_line_about_an_interruption_is_written_at_once(monkeypatch: pytest.M
     assert line.startswith("interrupted at ")
     assert line.endswith(" in interrupted\n")
     assert codes == [130]
+
+
+def test_an_interruption_ends_the_process_at_once_while_torch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[object] = []
+
+    def look(*_: object) -> None:
+        found.append(signal.getsignal(signal.SIGINT))
+
+    monkeypatch.setenv("FARCALL_INSTALL", "1")  # set by `run_program`: put back afterwards
+    monkeypatch.setattr(program, "install", look)
+    monkeypatch.setattr(program, "_execute", look)
+    for handler in (signal.default_int_handler, signal.SIG_IGN):
+        before = signal.signal(signal.SIGINT, handler)
+        try:
+            program.run_program(["program.py"])
+        finally:
+            signal.signal(signal.SIGINT, before)
+    assert found == [signal.SIG_DFL, signal.default_int_handler, signal.SIG_IGN, signal.SIG_IGN]
+
+
+def test_a_missing_rank_is_told_with_the_command_that_sets_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def execute(arguments: Sequence[str]) -> None:
+        raise KeyError("RANK")
+
+    monkeypatch.setenv("FARCALL_INSTALL", "1")  # set by `run_program`: put back afterwards
+    monkeypatch.setattr(program, "install", lambda: None)
+    monkeypatch.setattr(program, "_execute", execute)
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    with pytest.raises(SystemExit):
+        program.run_program(["program.py", "--workers", "2"])
+    *_, error, note = capsys.readouterr().err.splitlines()
+    assert error == "KeyError: 'RANK'"
+    assert note == "`farcall run --workers N PROGRAM` sets it; options after PROGRAM are the program's own"

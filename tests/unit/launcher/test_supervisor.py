@@ -10,6 +10,7 @@ from tests.kit.waiting import wait_until
 
 from farcall.errors import RpcError
 from farcall.ids import WorkerInfo
+from farcall.launcher import supervisor
 from farcall.launcher.engine import EngineError, ProcessState, Watcher, WorkerSpec
 from farcall.launcher.lives import Restarts
 from farcall.launcher.supervisor import Supervisor
@@ -108,7 +109,8 @@ def scene() -> Iterator[Scene]:
     wait_until(lambda: not any(thread.name == "farcall-supervisor" for thread in threading.enumerate()))
 
 
-def test_it_joins_runs_dies_and_comes_back(scene: Scene) -> None:
+def test_it_joins_runs_dies_and_comes_back(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "EXIT_S", 0.0)  # its host is gone, and nobody tells how its process ended
     scene.add()
     first = scene.started(1)
     scene.member("joined", "a")
@@ -118,6 +120,7 @@ def test_it_joins_runs_dies_and_comes_back(scene: Scene) -> None:
     assert scene.worker.last_lines.texts() == ["half a line", "last words"]
     scene.member("dead", "a", "its process has ended")
     second = scene.started(2)
+    assert scene.worker.life.why == "was lost: its process has ended"
     assert (second.name, second.rank, second.life) == ("worker0", 0, 1)
     assert scene.crew.buried == ["a"]  # before it has a successor, which has its name
     wait_until(lambda: scene.engine.ended == [first])  # whatever is left of it
@@ -128,6 +131,40 @@ def test_it_joins_runs_dies_and_comes_back(scene: Scene) -> None:
     scene.supervisor.on_state(second, ProcessState("ended", "", 3))
     scene.is_in("dead")
     assert scene.worker.account() == "ended with exit code 3"
+
+
+def test_how_its_process_ended_is_told_though_the_membership_knew_first(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.add()
+    for life in (1, 2):
+        spec = scene.started(life)
+        scene.member("joined", str(life))
+        scene.is_in("running")
+        scene.member("dead", str(life), "nobody listens there")
+        scene.supervisor.on_state(spec, ProcessState("ended", "", -9))
+    scene.is_in("dead")
+    assert scene.worker.account() == "was ended by SIGKILL"
+    assert scene.engine.ended == []
+    assert caplog.messages == [
+        "driver: worker0 was ended by SIGKILL; restarting it (1 of 1)",
+        "driver: worker0 was ended by SIGKILL; it is not restarted again (max_restarts=1)",
+    ]
+
+
+def test_a_dead_member_with_exit_code_zero_has_finished(scene: Scene) -> None:
+    scene.add()
+    spec = scene.started(1)
+    scene.member("joined", "a")
+    scene.is_in("running")
+    scene.member("dead", "a", "nobody listens there")
+    scene.supervisor.on_state(spec, ProcessState("ended", "", 0))  # os._exit(0): without a goodbye
+    scene.is_in("ended")
+
+
+def test_a_stranger_that_dies_is_told_of(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.supervisor.on_member(MemberEvent("dead", WorkerInfo("visitor", 7), "v", "nobody listens there"))
+    wait_until(lambda: caplog.messages == ["driver: lost visitor: nobody listens there"])
 
 
 def test_an_end_with_zero_is_no_failure(scene: Scene) -> None:
@@ -148,6 +185,22 @@ def test_a_first_start_that_fails_is_told_with_its_last_lines(scene: Scene) -> N
     scene.supervisor.on_state(spec, ProcessState("ended", "", 1))
     scene.is_in("dead")
     assert scene.worker.account() == "ended with exit code 1; its last lines:\nTraceback\nValueError: no"
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_first_start_that_fails_is_logged_where_a_quorum_of_others_was_enough(
+    scene: Scene, caplog: pytest.LogCaptureFixture, is_late: bool
+) -> None:
+    scene.add()
+    spec = scene.started(1)
+    if is_late:
+        scene.supervisor.stop_waiting([scene.worker])
+    scene.supervisor.on_state(spec, ProcessState("ended", "", 1))
+    scene.is_in("dead")
+    if not is_late:
+        assert not caplog.messages
+        scene.supervisor.stop_waiting([scene.worker])
+    assert caplog.messages == ["driver: worker0 ended with exit code 1; it is not restarted: it has never run"]
 
 
 def test_an_engine_that_refuses(scene: Scene) -> None:

@@ -238,8 +238,11 @@ class MemberChanges:
         self._entry = entry
         self._joined_hooks = joined_hooks
         self._gone_hooks = gone_hooks
+        # The fields that change.
         self.peers_lost: int = 0
-        """The number of members lost without a goodbye. The only field that changes."""
+        """The number of members lost without a goodbye."""
+        self.loss_level: int = logging.WARNING
+        """The level of the log line for a lost member; lower where somebody else tells of it."""
 
     def on_entered(self, peer: RemotePeer) -> None:
         """A member joined; no frame from it has been read yet."""
@@ -276,7 +279,7 @@ class MemberChanges:
         elif not self._is_over():
             self.peers_lost += 1
             # A member without a link had no calls with this node; the log line of `on_change` suffices for it.
-            level = logging.WARNING if peer.linked else logging.DEBUG
+            level = self.loss_level if peer.linked else logging.DEBUG
             logger.log(level, "%s: lost %s: %s", self._name, peer.info.name, reason)
         how = peer.farewell if peer.leaving else f"is gone: {reason}"
         if peer.linked and not (peer.leaving and peer.farewell == LEFT):

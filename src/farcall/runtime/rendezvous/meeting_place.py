@@ -20,6 +20,7 @@ from farcall.transport.tcp import parse_tcp
 
 MEMBERS_SCHEME = "farcall"
 """``farcall://host:port``: the address of a member instead of a store."""
+_START_WITH = "start with `farcall run --workers N PROGRAM` or torchrun, which set it"
 
 
 class MeetingPlace(msgspec.Struct, frozen=True):
@@ -153,7 +154,7 @@ def _choose(name: str, given: int, query: Mapping[str, str], environ: Mapping[st
     if not text:
         raise BadRank(
             f"environment variable {variable} expected, as init_rpc got no {name}: pass {name}=..., "
-            f"set {variable}, or start with `farcall run --workers N PROGRAM` or torchrun, which set it"
+            f"set {variable}, or {_START_WITH}"
         )
     return _whole(f"environment variable {variable}", text)
 
@@ -161,7 +162,7 @@ def _choose(name: str, given: int, query: Mapping[str, str], environ: Mapping[st
 def _variable(environ: Mapping[str, str], name: str, meaning: str) -> str:
     value = environ.get(name)
     if not value:
-        raise ValueError(f"environment variable {name} expected: env:// needs it ({meaning}), and it is not set")
+        raise ValueError(f"environment variable {name} expected: set it ({meaning}), or {_START_WITH}")
     return value
 
 

@@ -50,7 +50,7 @@ def test_the_url_gives_all() -> None:
     [
         (-1, None, "env://", {}, BadRank, "environment variable RANK expected"),
         (0, None, "env://", {}, ValueError, "MASTER_ADDR"),
-        (0, 2, "env://", {}, ValueError, "MASTER_ADDR"),
+        (0, 2, "env://", {}, ValueError, "MASTER_ADDR expected: set it .*or start with `farcall run --workers N"),
         (0, 1, "env://", {"MASTER_ADDR": "h"}, ValueError, "MASTER_PORT"),
         (0, 1, "env://", {"MASTER_ADDR": "h", "MASTER_PORT": "x"}, ValueError, "from 1 to 65535"),
         (0, 1, "env://", {"MASTER_ADDR": "h", "MASTER_PORT": "70000"}, ValueError, "from 1 to 65535"),
