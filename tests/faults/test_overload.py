@@ -472,7 +472,7 @@ def test_a_graceful_shutdown_waits_for_those_who_wait() -> None:
         call = Background(ways(nodes[0], "a")["sync"])
         wait_until(lambda: held(nodes[0]) == 1)
         assert (
-            runtime_of(nodes[0]).leaving._local_state()[0] == len(runtime_of(nodes[0]).calls._pending) + 1
+            runtime_of(nodes[0]).leaving._local_state()[0] == len(runtime_of(nodes[0]).calls.pending) + 1
         )  # it counts, although it is not sent
         leaving = [Background(node.shutdown) for node in nodes]
         wait_until(lambda: all(runtime_of(node).leaving.entered for node in nodes))

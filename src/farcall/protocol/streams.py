@@ -153,10 +153,25 @@ class ReaderMachine(Generic[T]):
             return []
         self._ahead[first] = (items, part)
         found = []
-        while self._next in self._ahead:
-            count, ready = self._ahead.pop(self._next)
+        while (waited := self._ahead.pop(self._next, None)) is not None:
+            count, ready = waited
             self._next += count
             found.append(ready)
+        return found
+
+    @property
+    def has_ahead(self) -> bool:
+        """Do parts wait for others before them?"""
+        return bool(self._ahead)
+
+    def drop_ahead(self) -> list[T]:
+        """Give out the parts that wait for others, which will not come. From any thread, also during `on_part`."""
+        found = []
+        while self._ahead:
+            try:
+                found.append(self._ahead.popitem()[1][1])
+            except KeyError:
+                break  # another thread took the last one
         return found
 
     def on_last(self, total: int) -> None:

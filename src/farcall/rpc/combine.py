@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any, Generic, TypeVar, overload
 
 from farcall.rpc.outcome import DerivedFuture, LoopGate, Opens, Outcome, waiting_here
+from farcall.runtime.io.sigint import SLICE_S
 from farcall.runtime.io.timers import NEVER
 
 A = TypeVar("A")
@@ -123,12 +124,18 @@ class Completions(Generic[F]):
             found = self._arrived.get_nowait()
         except Empty:
             with waiting_here():
-                try:
-                    found = self._arrived.get(timeout=_seconds_until(self._deadline))
-                except Empty:
-                    raise self._late() from None
+                found = self._wait()
         self._left -= 1
         return found
+
+    def _wait(self) -> F:
+        while True:
+            try:
+                # In slices, as `Gate`: the main thread notices a signal that came just before its sleep only then.
+                return self._arrived.get(timeout=max(0.0, min(SLICE_S, self._deadline - monotonic())))
+            except Empty:
+                if monotonic() >= self._deadline:
+                    raise self._late() from None
 
     def __aiter__(self) -> Completions[F]:
         return self

@@ -9,6 +9,7 @@ those.
     new              waiting, if an owner in it is unknown, or another one from its sender to its object is not read yet
     waiting          ready, when all owners are known or its time is up, and none is before it
     ready            gone, when its reader says so
+    waiting, a call  the same, but refused when it is read: its caller gave up, or is gone
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from collections.abc import Set
 import msgspec
 
 from farcall.ids import RefId
-from farcall.protocol.frames import Frame
-from farcall.protocol.notes import decode_notes
+from farcall.protocol.frames import REQUEST, Frame
+from farcall.protocol.notes import KEEP, REFUSED, decode_notes
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.peers.peer import Peer
 
@@ -58,6 +59,15 @@ class DeferredMessages:
         deadline = now + UNKNOWN_OWNER_S
         self._waiting.append(DeferredMessage(peer, frame, deadline))
         return deadline
+
+    def cancel(self, peer: Peer, call_id: int | None) -> None:
+        """The caller of a deferred call no longer waits. None: no call of ``peer``, which is gone, is wanted."""
+        for message in self._waiting:
+            frame = message.frame
+            is_meant = message.peer is peer and (call_id is None or frame.call_id == call_id)
+            # Not a creating call: other members may hold the reference and wait for the value.
+            if is_meant and frame.kind == REQUEST and not frame.flags & KEEP:
+                frame.flags = REFUSED
 
     def is_behind(self, peer: Peer, frame: Frame) -> bool:
         """Must ``frame``, a call of a serial object, wait for an earlier one? Not while it is redelivered itself."""

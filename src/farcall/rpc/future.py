@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from threading import get_ident
 from time import monotonic
@@ -105,6 +106,8 @@ class Future(Outcome[T], PendingCall):
                     self.when_done(finished)
                     finished.wait(-1 if timeout is None else max(0.0, until - monotonic()))
                     if not self.done():
+                        with suppress(ValueError):  # `_wake` has just taken it
+                            self._waiters.remove(finished)  # a program may ask again and again
                         raise TimeoutError(
                             f"{self.peer.info.name} has not answered {name_of(self.what)}() within {timeout:g} s; "
                             "the call continues (cancel() ends it)"
@@ -150,6 +153,7 @@ class Future(Outcome[T], PendingCall):
         """
         if self._node.calls.claim(self.call_id) is None:
             return False
+        self.unwanted = True  # a thread that is still sending a large request tells the callee again
         self.peer.cancel(self.call_id)
         self._end(Cancelled(f"{name_of(self.what)}() on {self.peer.info.name} was cancelled"))
         return True
@@ -195,11 +199,11 @@ class Future(Outcome[T], PendingCall):
     def _complete(self, frame: Frame) -> None:
         try:
             value = read_answer(frame, self.peer) if frame.kind == FAILURE else read_value(frame, self.peer)
+            if self._node.device_list and has_devices(frame.payload):
+                self._stamp = stamp(value, self._node.device_list, fresh=True)
         except BaseException as error:
             self.fail(error)
         else:
-            if self._node.device_list and has_devices(frame.payload):
-                self._stamp = stamp(value, self._node.device_list, fresh=True)
             self.settle(self, value)
             self._value = value  # after the stamp: a thread that sees the value must also see its stamp
             if self._waiters:

@@ -23,6 +23,7 @@ import torch
 from farcall.errors import Delivery, PeerDead, RpcError, RpcTimeout
 from farcall.rpc.call import UNSET_TIMEOUT, call_sync, check_timeout
 from farcall.rpc.functions import async_execution
+from farcall.rpc.outcome import copied
 from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime, runtime_of_thread
@@ -84,7 +85,7 @@ class _Gathers:
         with self._lock:
             failure = self._failed.get((group, number))
             if failure is not None:
-                raise failure
+                raise copied(failure)  # else the kept error would hold the stack frames, and values, of late members
             gather = self._led.get((group, number))
             if gather is None:
                 gather = self._led[group, number] = _Gather(group, deadline)
@@ -130,7 +131,7 @@ class _Gathers:
         gather = self._led.pop(key)
         while len(self._failed) >= KEPT_FAILURES:
             del self._failed[next(iter(self._failed))]
-        self._failed[key] = error
+        self._failed[key] = copied(error)
         # If the node ends first, the executor drops this task: the calls of all waiting members fail with the node.
         self._node.executor.submit(FunctionTask(partial(gather.future.set_exception, error)))  # type: ignore[arg-type]
 

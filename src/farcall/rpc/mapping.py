@@ -21,7 +21,7 @@ from farcall.rpc.handles import Worker, handle_of
 from farcall.rpc.outcome import waiting_here
 from farcall.rpc.retry import Retry, check_retry
 from farcall.runtime.calls.pending import name_of
-from farcall.runtime.io.sigint import Gate
+from farcall.runtime.io.sigint import SLICE_S, Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_runtime
 
@@ -215,7 +215,8 @@ class _Map:
         """Wait for the next completed item; return its number and result. A negative number: nothing to yield."""
         with waiting_here():
             try:
-                future = self._done.get(timeout=self._roster.look_s)  # without look_s, the calls' timeouts bound it
+                # Without look_s, the calls' timeouts bound it; in slices, as the waits of a `Gate`.
+                future = self._done.get(timeout=self._roster.look_s or SLICE_S)
             except Empty:
                 return -1, None
         number, item, attempt, key = self._running.pop(future)

@@ -18,7 +18,7 @@ import msgspec
 
 from farcall.errors import Cancelled, Delivery, PeerDead, RpcError
 from farcall.protocol.frames import Frame
-from farcall.protocol.streams import StreamClosed, StreamCredit, decode_part
+from farcall.protocol.streams import WINDOW_ITEMS, StreamClosed, StreamCredit, decode_part
 from farcall.rpc.stream_reading import Incoming, Reader, StreamCall
 from farcall.rpc.stream_writing import HOLD_S, STREAMS, Closed, StreamRequest, Writer, pump
 from farcall.runtime.calls.executor import FunctionTask
@@ -101,7 +101,10 @@ class Streams:
         """The reader grants credit. For an outgoing stream, the first credit starts the writer."""
         if message.outgoing:
             found = self._writers.get(message.number)
-            if found is not None and found[0].peer is peer:
+            if found is None:
+                if message.items <= WINDOW_ITEMS:
+                    self._refuse_late_reader(peer, message.number)
+            elif found[0].peer is peer:
                 found[0].on_credit(message.items, message.size_bytes)
                 if self._unread.pop(message.number, None) is not None:
                     self.node.executor.submit(found[1])
@@ -109,6 +112,17 @@ class Streams:
             request = self.node.server.find(peer, message.number)
             if isinstance(request, StreamRequest):
                 request.writer.on_credit(message.items, message.size_bytes)
+
+    def _refuse_late_reader(self, peer: Peer, number: int) -> None:
+        """``peer`` begins to read an outgoing stream that this node has forgotten: end it there, with an error.
+
+        Its call timed out or was cancelled here while its function ran on. Without an end, the reader would wait.
+        """
+        error = Cancelled("the call that brought this stream had ended at its caller before the stream was read")
+        try:
+            Writer(self, peer, number, outgoing=True).finish(encode_failure(error, self.node.info))
+        except RpcError:
+            pass  # the reader's node is gone
 
     def on_closed(self, peer: Peer, message: StreamClosed) -> None:
         """The reader of an outgoing stream has closed it."""

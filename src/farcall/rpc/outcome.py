@@ -217,11 +217,11 @@ class DerivedFuture(Outcome[T]):
         def run(done: Any) -> None:
             try:
                 value = callback(done)
+                if self._devices:
+                    self._stamp = stamp(value, self._devices)
             except BaseException as error:
                 self.set_exception(_as_runtime_error(error))  # type: ignore[arg-type]
             else:
-                if self._devices:
-                    self._stamp = stamp(value, self._devices)
                 self.set_result(value)
 
         return run

@@ -36,6 +36,7 @@ from farcall.runtime.calls.run_inline import QUICK_S
 from farcall.runtime.calls.serving import Request, Server
 from farcall.runtime.calls.turns import Turns
 from farcall.runtime.devices.streams import Stamp, stamp
+from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime, runtime_of_thread
 from farcall.runtime.peers.peer import Peer
@@ -107,10 +108,9 @@ class Owned:
 
     def wait(self, timeout_s: float) -> bool:
         """Block until the value is ready. False: ``timeout_s`` (-1: no limit) passed first."""
-        done = threading.Lock()
-        done.acquire()
-        self.when_ready(done.release)
-        return done.acquire(True, timeout_s)
+        done = Gate()
+        self.when_ready(done.open)
+        return done.wait(timeout_s)
 
     def get(self, *, to_send: bool = False) -> Any:
         """Return the ready value, or raise the error in its place. ``to_send``: raise the error in its encoded form."""
@@ -229,7 +229,11 @@ class KeptRequest(Request):
     def answer(self, outcome: list[Any], more: bool = False) -> None:
         """Keep the result and answer the creator."""
         self._owned.made_by = self.frame.function
-        self._owned.resolve(outcome.pop(), self.server.devices)
+        try:
+            self._owned.resolve(outcome.pop(), self.server.devices)
+        except BaseException as error:  # a look for device tensors in the value may raise anything
+            self.fail(error)
+            return
         if self.expected_s < QUICK_S:
             # No thread waits for this answer, so hold it back: it travels with the next message to the creator, most
             # likely the answer to a first use.

@@ -261,6 +261,12 @@ class NodeReferences:
         frame.turns = turns
         return True
 
+    def cancel_deferred(self, peer: Peer, call_id: int | None = None) -> None:
+        """On the I/O thread: a call of ``peer``, or none of its calls, is wanted any more, and may be deferred."""
+        if self._deferred:
+            with self._lock:
+                self._deferred.cancel(peer, call_id)
+
     def kept_request(self, server: Server, peer: Peer, frame: Frame) -> KeptRequest:
         """Make the request of a frame with the flag KEEP. `take_forks` has put the value's place before the forks."""
         owned, *forks = list(frame.forks)

@@ -171,6 +171,9 @@ class RetryingFuture(Future[Any]):
         self._surroundings = _Surroundings()
         # During a pause, the error of the last attempt. The thread that pops it decides what follows: retry or cancel.
         self._paused: list[BaseException] = []
+        # Cleared by `cancel`, before it looks for the attempt or the pause to end. A thread between the two looks at
+        # this after it has entered the next one, so one of the two sees the other.
+        self._is_wanted = True
 
     def send(self) -> None:
         """Make the call; a network error fails this future, or leads to another attempt."""
@@ -187,14 +190,19 @@ class RetryingFuture(Future[Any]):
     def fail(self, error: BaseException) -> None:
         """Become done with an error, unless another attempt follows."""
         pause_s = self._retry.pause_s(self._attempt, error, self.deadline) if self._node.running else None
-        if pause_s is None:
-            self._request = (self.what, None, None)
-            super().fail(error)
-        else:
+        if pause_s is not None:
             self._paused.append(error)
-            self._node.part(Pauses).after(pause_s, self._again, self._give_up)
+            if self._is_wanted:
+                self._node.part(Pauses).after(pause_s, self._again, self._give_up)
+                return
+            if self._leave_pause() is None:
+                return  # `cancel` found the pause, and ends this future
+        self._request = (self.what, None, None)
+        super().fail(error)
 
     def cancel(self) -> bool:
+        """Cancel the call and all further attempts; see `Future.cancel`. False also if an attempt is just ending."""
+        self._is_wanted = False
         if super().cancel():
             return True
         if self._leave_pause() is None:
@@ -225,6 +233,9 @@ class RetryingFuture(Future[Any]):
                 self.send()
         except BaseException as error:
             super().fail(error)
+        else:
+            if not self._is_wanted:
+                super().cancel()
 
 
 def async_with(

@@ -68,7 +68,8 @@ class Reader:
     def on_part(self, part: Part, frame: Frame) -> None:
         """Take a letter of the stream: a part, or its end."""
         self.number = part.number
-        if self.closed:
+        was_closed = self.closed
+        if was_closed:
             discard(frame.payload, self.peer)
             return
         if part.last:
@@ -76,6 +77,8 @@ class Reader:
             self._machine.on_last(part.first)
         else:
             self.ready.extend(self._machine.on_part(part.first, part.items, (part, frame)))
+            if self.closed:
+                self._discard_all()  # `close` may have looked before the line above
         self._tell()
 
     def break_off(self, error: BaseException) -> None:
@@ -89,6 +92,11 @@ class Reader:
         gate = self._gate
         if gate is not None:
             gate.open()
+
+    @property
+    def holds_parts(self) -> bool:
+        """Have parts come that were not taken?"""
+        return bool(self.ready) or self._machine.has_ahead
 
     @property
     def complete(self) -> bool:
@@ -181,8 +189,17 @@ class Reader:
             if not self._machine.complete and self._error is None:
                 self._end()
             self._tell()
+        self._discard_all()
+
+    def _discard_all(self) -> None:
+        """Give back what the parts that nobody will take have brought: blocks of device memory."""
+        self.ready.extend(self._machine.drop_ahead())
         while self.ready:
-            discard(self.ready.popleft()[1].payload, self.peer)
+            try:
+                _, frame = self.ready.popleft()
+            except IndexError:
+                return  # another thread took the last one
+            discard(frame.payload, self.peer)
 
     def _end(self) -> None:
         """Tell the writer to stop."""

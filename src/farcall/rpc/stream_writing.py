@@ -322,6 +322,9 @@ class StreamRequest(Request):
                 if turns is not None:
                     writing = turns.steps(writing, within=False)
                 cancel = self.server.coroutines.run(writing, self._on_written)
+            except RuntimeError as error:  # no thread can be started for the event loop, or the node ends
+                self.fail(error)
+                return
             finally:
                 CURRENT.reset(outer)
             Dependents.watch(self, cancel)

@@ -113,7 +113,7 @@ class Stream(Generic[T]):
     def __del__(self) -> None:
         try:
             reader = self._reader
-            if reader.ready or not reader.over:
+            if reader.holds_parts or not reader.over:
                 reader.streams.close_later(reader)
         except Exception:
             pass  # never fully made, or the interpreter is shutting down

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from farcall.ids import ForkId, RefId
-from farcall.protocol.frames import REQUEST, Frame
-from farcall.protocol.notes import Notes, encode_notes
+from farcall.protocol.frames import REQUEST, RESPONSE, Frame
+from farcall.protocol.notes import KEEP, REFUSED, Notes, encode_notes
 from farcall.protocol.references.messages import Fork
 from farcall.rpc.deferred_messages import UNKNOWN_OWNER_S, DeferredMessages
 from farcall.runtime.io.timers import NEVER
@@ -71,3 +71,38 @@ def test_other_objects_and_other_callers_do_not_wait() -> None:
     free = message(KNOWN)
     deferred.add(one, free, 0.0)
     assert frames(deferred, {KNOWN}, 1.0) == [free]
+
+
+def test_a_call_that_is_cancelled_while_it_waits_will_not_run() -> None:
+    caller: Any = object()
+    another: Any = object()
+    deferred = DeferredMessages()
+    cancelled, wanted, answer, creating = (message(STRANGER) for _ in range(4))
+    cancelled.call_id, wanted.call_id, answer.call_id, creating.call_id = 1, 2, 1, 3
+    answer.kind, creating.flags = RESPONSE, KEEP
+    others = message(STRANGER)
+    others.call_id = 1
+    for sender, frame in (
+        (caller, cancelled),
+        (caller, wanted),
+        (caller, answer),
+        (caller, creating),
+        (another, others),
+    ):
+        deferred.add(sender, frame, 0.0)
+    deferred.cancel(caller, 1)
+    assert [frame.flags for frame in (cancelled, wanted, answer, others)] == [REFUSED, 0, 0, 0]
+    assert frames(deferred, {STRANGER}, 1.0) == [cancelled, wanted, answer, creating, others]  # references count
+
+
+def test_no_call_of_a_peer_that_is_gone_will_run() -> None:
+    caller: Any = object()
+    another: Any = object()
+    deferred = DeferredMessages()
+    first, creating, others = message(STRANGER), message(STRANGER), message(STRANGER)
+    creating.flags = KEEP
+    deferred.add(caller, first, 0.0)
+    deferred.add(caller, creating, 0.0)
+    deferred.add(another, others, 0.0)
+    deferred.cancel(caller, None)
+    assert [frame.flags for frame in (first, creating, others)] == [REFUSED, KEEP, 0]

@@ -24,14 +24,15 @@ from farcall.errors import (
     SerializationError,
 )
 from farcall.ids import ForkId, RefId, WorkerInfo
-from farcall.protocol.frames import REQUEST, RESPONSE, Frame
-from farcall.protocol.notes import KEEP, Notes, encode_notes
+from farcall.protocol.frames import FAILURE, REQUEST, RESPONSE, Frame
+from farcall.protocol.notes import KEEP, REFUSED, Notes, encode_notes
 from farcall.protocol.references.messages import Confirm, Fork, Register, Release, Withdraw
+from farcall.rpc import owned_values
 from farcall.rpc.call import call_sync
 from farcall.rpc.deferred_messages import UNKNOWN_OWNER_S
 from farcall.rpc.future import call_async
 from farcall.rpc.method_calls import Proxy
-from farcall.rpc.owned_values import Owned
+from farcall.rpc.owned_values import KeptRequest, Owned
 from farcall.rpc.references import LINGER_S, RETRY_S, NodeReferences, call_remote
 from farcall.rpc.rref import RRef
 from farcall.runtime.calls.pending import PendingCall
@@ -464,6 +465,19 @@ def test_a_message_does_not_wait_for_ever_for_an_owner_that_nobody_knows() -> No
     assert references.is_lost(fork)
 
 
+def test_a_call_that_is_cancelled_while_it_waits_for_such_word_is_refused_then() -> None:
+    node = GrowingNode()
+    references = NodeReferences(node)  # type: ignore[arg-type]
+    caller: Any = node.peer(OTHER.id)
+    node.hooks.peer_joined[0](caller)
+    message, notes = _message_with(Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), OWNER.id, ME.id, 1))
+    message.kind = REQUEST
+    assert not references.take_forks(caller, message, notes)
+    references.cancel_deferred(caller, message.call_id)
+    node.hooks.peer_joined[0](node.peer(OWNER.id))
+    assert [(one.call_id, one.flags) for one in node.redelivered] == [(message.call_id, REFUSED)]
+
+
 def test_a_call_of_an_object_does_not_pass_those_that_are_on_their_way_again() -> None:
     node = GrowingNode()
     node.server.submit = node.tasks.append
@@ -504,3 +518,27 @@ def test_an_owner_of_whom_word_comes_late_is_not_lost() -> None:
     rref = create(references, node)
     answer(node)
     assert references.peer(rref._fork) is node.peer(OWNER.id)
+
+
+def test_a_value_that_cannot_be_looked_into_fails_its_creation_and_hangs_nobody(
+    node: FakeNode, references: NodeReferences, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a node with devices, each value is searched for tensors on them, which runs code of the value's class."""
+
+    def stamp(*_: Any) -> None:
+        raise RecursionError("a value that holds itself")
+
+    monkeypatch.setattr(owned_values, "stamp", stamp)
+    sent: list[Frame] = []
+    peer: Any = SimpleNamespace(info=OTHER, number=OTHER.id, send=lambda frame, **_: sent.append(frame), served={})
+    answered: list[Any] = []
+    server: Any = SimpleNamespace(
+        worker=ME, devices=["cuda:0"], inline=SimpleNamespace(expected_s={}), answered=answered.append
+    )
+    owned = Owned()
+    request = KeptRequest(server, peer, Frame(REQUEST, KEEP, 1, b"f"), owned, lambda peer: None)
+    request.answer([object()])
+    assert [frame.kind for frame in sent] == [FAILURE]
+    assert answered == [request]
+    with pytest.raises(RecursionError):
+        owned.get()

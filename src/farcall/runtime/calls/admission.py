@@ -18,6 +18,7 @@ again. The sender may have changed its tensors since.
     a peer, at the caller   hears                       becomes
     open (``full`` None)    QueueFull                   full: senders wait, within their calls' timeouts
     full                    QueueHasRoom, or its end    open: all senders go on (and learn of its end when they send)
+    full                    a cancellation              full: the senders whose call is not wanted any more go on
 
 Both messages are sent under the lock, which is held only briefly, and so in the right order; the reader of the link
 handles them in that order, on whatever thread.
@@ -30,6 +31,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Protocol
 
+from farcall.runtime.calls.scope import Served
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER, Callback, Timer
 from farcall.runtime.link.send_queue import bounded
@@ -43,6 +45,13 @@ class Caller(Protocol):
     def tell_full(self, queued: int, limit: int) -> None: ...
 
     def tell_room(self) -> None: ...
+
+
+class Sender(Protocol):
+    """A call that waits to be sent."""
+
+    @property
+    def parent(self) -> Served | None: ...
 
 
 class Admission:
@@ -104,20 +113,28 @@ class Fullness:
         self._gates: list[Gate] = []
         self._over = False
 
-    def wait(self, deadline: float) -> bool:
-        """Block until the queue has room or the peer is gone; False: ``deadline`` came first."""
+    def wait(self, deadline: float, sender: Sender | None = None) -> bool:
+        """Block until the queue has room, or the peer is gone; False: ``deadline`` came first.
+
+        Returns also when the request whose function makes the call ``sender`` is cancelled.
+        """
+        parent = None if sender is None else sender.parent
         gate = Gate()
         self._gates.append(gate)
-        # Look only after the line above: an `end` that this look misses then opens the gate.
-        while not self._over:
+        # Look only after the line above: an `end` or `look_again` that this look misses then opens the gate.
+        while not self._over and not (parent is not None and parent.cancelled):
             remaining = deadline - monotonic()
             if remaining <= 0:
                 return False
             gate.wait(bounded(remaining))
         return True
 
+    def look_again(self) -> None:
+        """The call of a waiting thread may have been cancelled. From any thread; never blocks."""
+        for gate in self._gates:
+            gate.open()
+
     def end(self) -> None:
         """There is room again, or the peer is gone. From any thread; never blocks."""
         self._over = True
-        for gate in self._gates:
-            gate.open()
+        self.look_again()

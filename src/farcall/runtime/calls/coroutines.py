@@ -23,9 +23,16 @@ class CoroutineRunner:
         self._thread: threading.Thread | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]) -> Callable[[], None]:
-        """Run ``coroutine`` and pass its finished task to ``done``; returns what cancels it, from any thread."""
-        with self._lock:
-            loop = self._loop or self._begin()
+        """Run ``coroutine`` and pass its finished task to ``done``; returns what cancels it, from any thread.
+
+        Raises if no loop can take it; then it is closed, and so gives back what it holds, such as a turn.
+        """
+        try:
+            with self._lock:
+                loop = self._loop or self._begin()
+        except BaseException:
+            coroutine.close()
+            raise
         tasks: list[asyncio.Task[Any]] = []
 
         def start() -> None:
@@ -38,7 +45,11 @@ class CoroutineRunner:
             except RuntimeError:
                 pass  # the loop is closed
 
-        loop.call_soon_threadsafe(start)
+        try:
+            loop.call_soon_threadsafe(start)
+        except RuntimeError:  # the loop was closed meanwhile: the node ends
+            coroutine.close()
+            raise
         return cancel
 
     def _begin(self) -> asyncio.AbstractEventLoop:

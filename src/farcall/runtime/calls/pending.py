@@ -17,6 +17,7 @@ Over 400 lines: a call at its caller, from its request to its end, passes throug
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from farcall.protocol.references.messages import Fork
 from farcall.runtime.calls.executor import Executor
 from farcall.runtime.calls.scope import CURRENT, Served, inherit
 from farcall.runtime.io.reader import in_event_loop, stop_reading
-from farcall.runtime.io.sigint import Gate
+from farcall.runtime.io.sigint import SLICE_S, Gate
 from farcall.runtime.io.timers import NEVER, Callback, Timer
 from farcall.runtime.observing import event_log
 from farcall.runtime.observing.counters import LOST, TIMED_OUT, Counters, counters_of
@@ -164,7 +165,7 @@ class CallTable:
 
         ``default_timeout_s``: the timeout of calls that name none. None: calls inherit nothing from their scope.
         """
-        # Mutable, from any thread: ``_pending`` and ``_held``, in single atomic operations; ``last_id``; ``_ended``.
+        # Mutable, from any thread: ``pending`` and ``_held``, in single atomic operations; ``last_id``; ``_ended``.
         self._inherits = default_timeout_s is not None
         self._default_s = default_timeout_s or 0.0
         self._deadlines = timer(self.fail_overdue)
@@ -173,7 +174,8 @@ class CallTable:
         self._flags = REFUSABLE if when_overloaded == "fail" else 0
         self._ended: RpcError | None = None
         self._held: dict[int, PendingCall] = {}  # unsent calls that wait for room at their callee, by id()
-        self._pending: dict[int, PendingCall] = {}
+        self.pending: dict[int, PendingCall] = {}
+        """The calls by id, for the one who claims them at their answer."""
         self._next_id = itertools.count(1).__next__
         self.last_id: int = 0
         self._log = event_log.EventLog() if log is None else log
@@ -181,7 +183,7 @@ class CallTable:
         """Asks callees to explain timeouts; set once, while the node starts."""
 
     def __len__(self) -> int:
-        return len(self._pending) + len(self._held)
+        return len(self.pending) + len(self._held)
 
     def register(self, call: PendingCall, function: bytes = b"") -> int:
         """Give ``call`` its id and counters and put it into the table."""
@@ -190,24 +192,24 @@ class CallTable:
         except KeyError:
             call.counters = counters_of(call.peer.called, function)
         call.call_id = call_id = self._next_id()
-        self._pending[call_id] = call
+        self.pending[call_id] = call
         # After the line above. A shutdown that finds the table empty and ``last_id`` unchanged has missed no call.
         self.last_id = call_id
         return call_id
 
     def claim(self, call_id: int) -> PendingCall | None:
         """Take a call out of the table: the calling thread must complete it. None: another thread does, or did."""
-        return self._pending.pop(call_id, None)
+        return self.pending.pop(call_id, None)
 
     def find(self, call_id: int) -> PendingCall | None:
         """The call ``call_id``, if it still waits for its answer."""
-        return self._pending.get(call_id)
+        return self.pending.get(call_id)
 
     def fail_overdue(self, now: float) -> float:
         """On the I/O thread: fail the calls whose deadline has passed; returns the next deadline."""
         nearest = NEVER
         overdue = []
-        for call in list(self._pending.values()):
+        for call in list(self.pending.values()):
             if call.deadline <= now:
                 overdue.append(call)
             elif call.deadline < nearest:
@@ -229,6 +231,9 @@ class CallTable:
     def cancel(self, call: PendingCall) -> bool:
         """End ``call``, here and at its callee; False: it has ended already, or may not be cancelled."""
         if not call.cancellable or self.claim(call.call_id) is None:
+            full = call.peer.full
+            if full is not None and id(call) in self._held:
+                full.look_again()  # its thread waits for room, and finds that the call is not wanted
             return False
         call.unwanted = True
         call.on_failure(Cancelled(f"{name_of(call.what)}() on {call.peer.info.name} was cancelled"))
@@ -284,16 +289,19 @@ class CallTable:
                     self.cancel(call)  # the parent was cancelled before this call was in the table
                 if peer.broken:
                     self._fail_lost(call)
-                remaining = call.deadline - monotonic()
-                bound = -1 if remaining == NEVER else max(0.0, min(remaining, threading.TIMEOUT_MAX))
-                if not call.lock.acquire(True, bound):
-                    if self.claim(call.call_id) is not None:
-                        raise self._explained(call)
-                    call.lock.acquire()  # another thread has just claimed the call, and is about to release the lock
+                overdue = False
+                # In slices, as `Gate` does: the main thread notices a signal that came just before its sleep only then.
+                while not call.lock.acquire(
+                    True, SLICE_S if overdue else max(0.0, min(SLICE_S, call.deadline - monotonic()))
+                ):
+                    if not overdue and monotonic() >= call.deadline:
+                        if self.claim(call.call_id) is not None:
+                            raise self._explained(call)
+                        overdue = True  # another thread has just claimed the call, and is about to release the lock
         except BaseException:
             # Not sent, overdue, or interrupted: stop waiting for the answer. Pop first, and without a Python function,
             # since a second Ctrl-C may arrive inside one.
-            self._pending.pop(call.call_id, None)
+            self.pending.pop(call.call_id, None)
             self._on_given_up()
             if call.call_id:
                 peer.cancel(call.call_id)
@@ -353,7 +361,7 @@ class CallTable:
             if call.deadline < self._deadlines.due:
                 self._deadlines.at(call.deadline)  # `exchange` needs no timer: its caller watches the clock
         except BaseException as error:
-            claimed = self._pending.pop(call_id, None)
+            claimed = self.pending.pop(call_id, None)
             withdraw(frame)
             self._on_given_up()
             if call_id and claimed is None and isinstance(error, NetworkError | RpcTimeout):
@@ -369,7 +377,7 @@ class CallTable:
             self._held[id(call)] = call
             with self.waiting():
                 while full is not None and not call.peer.broken:
-                    if not full.wait(call.deadline):
+                    if not full.wait(call.deadline, call):
                         raise RpcTimeout(
                             f"RPC ran for more than set timeout ({int(call.timeout_s * 1000)} ms): "
                             f"{name_of(call.what)}() was not sent to {call.peer.info.name}, which is overloaded: "
@@ -377,9 +385,13 @@ class CallTable:
                             f"max_queued_calls is {full.limit}",
                             Delivery.NOT_SENT,
                         )
+                    if call.parent is not None and call.parent.cancelled:
+                        raise Cancelled(
+                            f"the call that {call.parent.function_name}() serves was cancelled", Delivery.NOT_SENT
+                        )
                     full = call.peer.full
             if self._ended is not None:
-                raise self._ended
+                raise copy.copy(self._ended)
             if call.peer.broken:
                 raise call.peer.lost(Delivery.NOT_SENT)
         finally:
@@ -420,12 +432,12 @@ class CallTable:
     def end(self, why: RpcError) -> None:
         """The node ends: fail every call. A caller that waits for room fails when its wait ends."""
         self._ended = why
-        self.fail_all(lambda call: why)
+        self.fail_all(lambda call: copy.copy(why))  # each thread raises its own: a traceback belongs to one of them
 
     def fail_all(self, error: Callable[[PendingCall], RpcError], peer: Peer | None = None) -> int:
         """Fail every call to ``peer`` (None: to any peer); returns how many."""
         failed = 0
-        for call in list(self._pending.values()):
+        for call in list(self.pending.values()):
             if (peer is None or call.peer is peer) and self.claim(call.call_id) is not None:
                 failed += 1
                 call.counters[LOST] += 1
@@ -434,7 +446,7 @@ class CallTable:
 
     def snapshot(self) -> list[PendingCall]:
         """The calls that wait for an answer now, oldest first."""
-        return list(self._pending.values())
+        return list(self.pending.values())
 
 
 def name_of(what: Callable[..., Any]) -> str:

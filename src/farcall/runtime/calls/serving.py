@@ -90,6 +90,9 @@ class ReferenceKeeper(Protocol):
     def take_turns(self, peer: Peer, frame: Frame, ref: RefId) -> bool:
         """Find the mailbox of the object ``ref``, for the request ``frame``; False: the request must wait."""
 
+    def cancel_deferred(self, peer: Peer, call_id: int | None = None) -> None:
+        """The call ``call_id`` of ``peer`` (None: every call) is not wanted any more: refuse it if it waits here."""
+
     def kept_request(self, server: Server, peer: Peer, frame: Frame) -> Request:
         """Make the request of a frame with the flag KEEP: this node keeps its result."""
 
@@ -102,6 +105,9 @@ class NoReferences:
 
     def take_turns(self, peer: Peer, frame: Frame, ref: RefId) -> bool:
         return True
+
+    def cancel_deferred(self, peer: Peer, call_id: int | None = None) -> None:
+        pass
 
     def kept_request(self, server: Server, peer: Peer, frame: Frame) -> Request:
         return Request(server, peer, frame)
@@ -236,12 +242,16 @@ class Server:
         request = self.unanswered.get((peer.number, call_id))
         if request is not None:
             self._cancel(request)
+        else:
+            self.references.cancel_deferred(peer, call_id)
 
     def cancel_all(self, peer: Peer | None = None) -> None:
         """Cancel the requests of ``peer``, which is gone, or all (None): this node ends."""
         for request in self.active:
             if (peer is None or request.peer is peer) and request.cancellable:
                 self._cancel(request)
+        if peer is not None:
+            self.references.cancel_deferred(peer)
 
     def _cancel(self, request: Request) -> None:
         if self._nested is None:
@@ -511,6 +521,12 @@ class Request:
         except RpcError as error:
             withdraw(frame)
             logger.info("the answer of %s to %s was not sent: %s", self.function_name, self.peer.info.name, error)
+        except BaseException as error:
+            # No memory for a copy of the result, say. The link is fine, so the caller must not wait for an answer.
+            withdraw(frame)
+            if frame.kind == FAILURE or frame.handed_over:
+                raise
+            self._send(self.failure(error), False)
         finally:
             self.server.answered(self)
 
@@ -558,7 +574,12 @@ class Request:
             finally:
                 stream_pool.leave(call_streams)
 
-        Dependents.watch(self, self.server.coroutines.run(coroutine, answer))
+        try:
+            cancel = self.server.coroutines.run(coroutine, answer)
+        except BaseException:
+            stream_pool.leave(call_streams)
+            raise
+        Dependents.watch(self, cancel)
 
     def _on_done(self, future: Any) -> None:
         try:

@@ -224,7 +224,7 @@ def stamp(value: Any, devices: Sequence[torch.device], fresh: bool = False) -> S
     other object may have tensors on each of the node's ``devices``.
     """
     found: list[torch.Tensor] = []
-    if _find(value, found):
+    if _find(value, found, set()):
         return Stamp({tensor.get_device() for tensor in found}, found, fresh) if found else None
     return Stamp({*(device.index for device in devices), *(tensor.get_device() for tensor in found)}, found, fresh)
 
@@ -232,18 +232,24 @@ def stamp(value: Any, devices: Sequence[torch.device], fresh: bool = False) -> S
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
-def _find(value: Any, found: list[torch.Tensor]) -> bool:
-    """Add the device tensors in ``value`` to ``found``; False: it may have others, which were not found."""
+def _find(value: Any, found: list[torch.Tensor], seen: set[int]) -> bool:
+    """Add the device tensors in ``value`` to ``found``; False: it may have others, which were not found.
+
+    ``seen``: the containers that this is inside of, or has left: one may hold itself.
+    """
     if isinstance(value, torch.Tensor):
         if value.is_cuda and value.layout is torch.strided:
             found.append(value)
         return value.is_cpu or value.layout is torch.strided
     if isinstance(value, _PLAIN):
         return True
-    if isinstance(value, list | tuple):
-        return False not in [_find(part, found) for part in value]
-    if isinstance(value, dict):
-        return _find([*value.values()], found)
+    if isinstance(value, list | tuple | dict):
+        if id(value) in seen:
+            return True  # counted where it was seen first
+        seen.add(id(value))
+        parts = [*value.values()] if isinstance(value, dict) else value
+        return False not in [_find(part, found, seen) for part in parts]
     if isinstance(value, torch.nn.Module):
-        _find([*value.parameters(), *value.buffers()], found)
+        for tensor in [*value.parameters(), *value.buffers()]:
+            _find(tensor, found, seen)
     return False

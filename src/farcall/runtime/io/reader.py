@@ -133,6 +133,9 @@ class Standby:
         self._wake = threading.Lock()
         self._wake.acquire()
         self.asleep: bool = True
+        # Two readers may find the thread asleep at once, and none must start a second one, which nobody would end. Held
+        # for a moment; re-entrant, since a garbage collection inside may run user code that reads a link.
+        self._rousing = threading.RLock()
         self._ended = False
         self._thread: threading.Thread | None = None
 
@@ -156,17 +159,22 @@ class Standby:
 
     def rouse(self) -> None:
         """Wake the standby thread, which is asleep: a reader is busy."""
-        self.asleep = False
-        if self._thread is not None:
-            self._release()
-            return
-        thread = threading.Thread(target=self._look, name=f"farcall-standby-{self._name}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            self.asleep = True  # no thread can be started, so none could read on either; the next reader tries again
-        else:
-            self._thread = thread
+        with self._rousing:
+            if not self.asleep:
+                return  # another reader was faster; the standby thread sees the watches of both
+            self.asleep = False
+            if self._thread is not None:
+                self._release()
+                return
+            thread = threading.Thread(target=self._look, name=f"farcall-standby-{self._name}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                self.asleep = (
+                    True  # no thread can be started, so none could read on either; the next reader tries again
+                )
+            else:
+                self._thread = thread
 
     def _release(self) -> None:
         try:

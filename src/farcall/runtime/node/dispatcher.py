@@ -77,7 +77,7 @@ class Dispatcher:
         self._loop = loop
         self._admission = admission
         self._max_queued = admission.limit
-        self._calls = calls
+        self._pending = calls.pending
         self._server = server
         self._unanswered = server.unanswered
         self._leaving = leaving
@@ -167,8 +167,10 @@ class Dispatcher:
             else:
                 handle(peer, frame)
             return
-        call = self._calls.claim(frame.call_id)
-        if call is None:  # the answer is late: the call has ended
+        # `CallTable.claim`, inlined. A call is answered by its callee alone: ids are easy to guess.
+        call = self._pending.get(frame.call_id)
+        if call is None or call.peer is not peer or self._pending.pop(frame.call_id, None) is None:
+            # The answer is late: the call has ended.
             decline(frame, peer)
             discard(frame.payload, peer)
             return
@@ -184,6 +186,9 @@ class Dispatcher:
 
     def _take_notes(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
         """Fill in the fields of ``frame`` from its notes. False: do not handle the frame, or not yet."""
+        if (notes.time_left_s or notes.metadata) and frame.scope is None:
+            # Before anything can defer the frame, and not again afterwards: its caller's time runs meanwhile.
+            frame.scope = (monotonic() + notes.time_left_s if notes.time_left_s else NEVER, notes.metadata)
         if notes.serial is not None and not self._server.references.take_turns(peer, frame, notes.serial):
             return False
         if (notes.created is not None or notes.forks) and not self._server.references.take_forks(peer, frame, notes):
@@ -191,8 +196,6 @@ class Dispatcher:
         if notes.context_id:
             self._hooks.find_recording(frame, notes)
         frame.profile = notes.profile
-        if notes.time_left_s or notes.metadata:
-            frame.scope = (monotonic() + notes.time_left_s if notes.time_left_s else NEVER, notes.metadata)
         return True
 
     def on_own_control(self, peer: Any, message: messages.Message) -> None:

@@ -222,7 +222,7 @@ class Ending:
             links.cut(why)
             node.membership.close()
             # After the links: a call registered later than this sweep finds its peer gone.
-            node.calls.fail_all(lambda call: why)
+            node.calls.end(why)
             for hook in node.hooks.ended:
                 hook()
             if self._exiting:

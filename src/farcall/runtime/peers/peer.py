@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from farcall.channel.segment_map import SegmentMap
 from farcall.channel.segments import SegmentRefused
 from farcall.channel.shared_memory import SegmentPool
-from farcall.errors import Delivery, PeerDead, RpcError
+from farcall.errors import Cancelled, Delivery, PeerDead, RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
 from farcall.protocol.chunks import Instead
@@ -165,6 +165,7 @@ class RemotePeer(Peer):
         "_fail_call",
         "_here",
         "_make_link",
+        "_unwritten",
         "_write_later",
         "farewell",
         "gone",
@@ -216,6 +217,8 @@ class RemotePeer(Peer):
         self._make_link = make_link
         self._here = here
         self._fail_call = fail_call
+        # Requests that a worker is to write, by call id; the list has an item once the call is cancelled. Any thread.
+        self._unwritten: dict[int, list[bool]] = {}
         self.shared_bytes_sent: int = 0  # approximate: counted without a lock
         self.shared_bytes_received: int = 0
 
@@ -273,6 +276,7 @@ class RemotePeer(Peer):
             if self.link.on_io_thread() or (awaited is None and frame.serial is None and in_event_loop()):
                 if kind == REQUEST:
                     pieces = [bytes(piece) for piece in pieces]  # the caller may change its tensors once we return
+                    self._unwritten[frame.call_id] = []
                 self._write_later(partial(self._write, frame, pieces, deadline, instead, buffers))
             else:
                 self.link.outgoing.send_pieces(pieces, deadline, instead)
@@ -293,13 +297,22 @@ class RemotePeer(Peer):
         buffers: Sequence[memoryview | Ticket],
     ) -> None:
         """On a worker: write a frame with large pieces; if that fails, take back the memory and forks sent with it."""
+        cancelled = self._unwritten.get(frame.call_id, ()) if frame.kind == REQUEST else ()
         try:
+            if cancelled:
+                why = f"call {frame.call_id} to {self.info.name} was cancelled before it was sent"
+                raise Cancelled(why, Delivery.NOT_SENT)
             self.link.outgoing.send_pieces(pieces, deadline, instead)
         except BaseException as error:
             if getattr(error, "delivery", None) is Delivery.NOT_SENT and self.lending is not None:
                 self.lending.take_back(buffers)
             withdraw(frame)
             raise
+        finally:
+            if frame.kind == REQUEST:
+                self._unwritten.pop(frame.call_id, None)
+        if cancelled:
+            self.cancel(frame.call_id)  # again: control messages overtake large requests
 
     def flush(self) -> None:
         self.link.outgoing.flush()
@@ -308,6 +321,9 @@ class RemotePeer(Peer):
         self.link.incoming.help_until(awaited, deadline)
 
     def cancel(self, call_id: int) -> None:
+        unwritten = self._unwritten.get(call_id)
+        if unwritten is not None:
+            unwritten.append(True)  # before the message, which follows the request if the worker misses this
         self.control(messages.CallCancelled(call_id))
 
     def watch(self) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.kit.clock import Clock
+from tests.kit.waiting import PATIENCE_S, wait_until
 
 from farcall.errors import Cancelled, Delivery, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
-from farcall.protocol.frames import REQUEST, Frame
-from farcall.runtime.calls.pending import CallTable, PendingCall, name_of
+from farcall.protocol.frames import REQUEST, RESPONSE, Frame
+from farcall.runtime.calls.admission import Fullness
+from farcall.runtime.calls.pending import CallTable, PendingCall, SyncCall, name_of
+from farcall.runtime.io.sigint import SLICE_S
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize.context import IfUnsent
@@ -32,6 +36,7 @@ class Call(PendingCall):
         self.what = len
         self.peer = peer or FakePeer("w1")
         self.arrived = False
+        self.call_id = 0
         self.failures: list[RpcError] = []
 
     def on_failure(self, error: RpcError) -> None:
@@ -154,3 +159,79 @@ def test_a_call_that_is_cancelled_while_its_request_is_sent_is_cancelled_behind_
     send(table, call)
     assert told == ["cancel", "request", "cancel"]
     assert len(call.failures) == 1
+
+
+class CancelledParent:
+    """A request whose function makes a call; its caller gives up while that call waits."""
+
+    function_name = "outer"
+    cancelled = False
+
+
+def test_a_cancellation_reaches_a_call_that_waits_for_room(clock: Clock) -> None:
+    executor: Any = SimpleNamespace(current_worker=lambda: None)
+    table = CallTable(clock.timer, executor)
+    peer = FakePeer("full")
+    peer.full = Fullness(4, 4)
+    call, parent = Call(peer=peer), CancelledParent()
+    call.parent = parent  # type: ignore[assignment]
+    outcomes: list[BaseException] = []
+
+    def call_it() -> None:
+        try:
+            send(table, call)
+        except BaseException as error:
+            outcomes.append(error)
+
+    thread = threading.Thread(target=call_it, daemon=True)
+    thread.start()
+    wait_until(lambda: peer.full is not None and peer.full._gates)
+    parent.cancelled = True
+    table.cancel(call)
+    thread.join(PATIENCE_S)
+    assert isinstance(outcomes[0], Cancelled)
+    assert outcomes[0].delivery is Delivery.NOT_SENT
+    assert len(table) == 0
+
+
+class Lock:
+    """The lock that the caller sleeps on: it is released after a few slices."""
+
+    def __init__(self, call: SyncCall) -> None:
+        self.call = call
+        self.bounds_s: list[float] = []
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        self.bounds_s.append(timeout)
+        if len(self.bounds_s) < 4:
+            return False
+        self.call.answer = Frame(RESPONSE)
+        return True
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_the_sleep_of_a_caller_is_cut_into_slices(clock: Clock, claimed: bool) -> None:
+    """A signal that comes just before the main thread sleeps is noticed when it wakes up, and not before."""
+    executor: Any = SimpleNamespace(current_worker=lambda: None)
+    table = CallTable(clock.timer, executor)
+    call = SyncCall(FakePeer("w1"), len, 0.0)
+    call.lock = lock = Lock(call)  # type: ignore[assignment]
+    if claimed:
+        call.deadline = 0.0
+        call.peer.send = lambda frame, *_: table.claim(frame.call_id)  # type: ignore[method-assign, misc]
+    table.exchange(call, Frame(REQUEST, function=b"f"))
+    assert all(0 <= bound_s <= SLICE_S for bound_s in lock.bounds_s)
+    assert lock.bounds_s[1:] == [SLICE_S] * 3  # it does not spin while another thread ends the call
+
+
+def test_each_caller_gets_an_error_of_its_own_when_the_node_ends(table: CallTable) -> None:
+    calls = [Call(), Call()]
+    for call in calls:
+        table.register(call)
+    why = Cancelled("w0 shut down", Delivery.NOT_SENT)
+    table.end(why)
+    failures = [call.failures[0] for call in calls]
+    assert failures[0] is not failures[1]
+    assert {(type(error), str(error), error.delivery) for error in failures} == {  # type: ignore[attr-defined]
+        (Cancelled, "w0 shut down", Delivery.NOT_SENT)
+    }

@@ -203,3 +203,21 @@ def test_whoever_waits_on_the_stream_that_a_value_was_made_on_waits_for_nothing(
     inner.current = (8, 0, 1)
     fresh.wait()
     assert value.recorded == [7, 8, 8]
+
+
+def test_a_container_may_hold_itself() -> None:
+    held: list[Any] = [1]
+    held.append(held)
+    named: dict[str, Any] = {"held": held}
+    named["self"] = named
+    assert stamp(named, [DEVICE]) is None
+
+
+def test_each_of_several_modules_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[Any] = []
+    find = streams._find
+    monkeypatch.setattr(streams, "_find", lambda value, *more: looked_at.append(value) or find(value, *more))
+    modules = [torch.nn.Linear(1, 1) for _ in range(3)]
+    found: list[torch.Tensor] = []
+    assert not streams._find(modules, found, set())
+    assert sum(isinstance(value, torch.nn.Parameter) for value in looked_at) == 6

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from farcall.runtime.io import reader
 from farcall.runtime.io.reader import Standby, claim, reading, stop_reading
 
 PATIENCE_S = 60.0
@@ -132,3 +133,21 @@ def test_late_reader_that_then_waits_is_the_io_thread_no_more(standby: Standby) 
     thread.start()
     thread.join(PATIENCE_S)
     assert found == [(None, None, None)]
+
+
+def test_readers_that_find_the_standby_thread_asleep_at_once_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    standby = Standby("test")
+    started: list[threading.Thread] = []
+
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            started.append(self)
+            if len(started) == 1:
+                standby.rouse()  # as another reader, which has seen it asleep a moment ago
+            super().start()
+
+    monkeypatch.setattr(reader.threading, "Thread", Thread)
+    standby.rouse()
+    standby.stop()
+    assert len(started) == 1
+    assert not started[0].is_alive()

@@ -1,14 +1,94 @@
-"""Messages that cannot be handled."""
+"""Messages that cannot be handled, or not yet."""
 
 from __future__ import annotations
 
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.kit.clock import Clock
 
-from farcall.protocol.frames import RESPONSE, Frame
+from farcall.ids import ForkId, RefId, WorkerInfo
+from farcall.protocol.frames import REQUEST, RESPONSE, Frame
+from farcall.protocol.notes import Notes, encode_notes
+from farcall.protocol.references.messages import Fork
+from farcall.runtime.calls.executor import Executor
+from farcall.runtime.calls.pending import CallTable, PendingCall
+from farcall.runtime.calls.serving import NoReferences, Server
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node.dispatcher import Dispatcher
+from farcall.runtime.node.hooks import Hooks
+from farcall.runtime.observing.event_log import EventLog
+from farcall.runtime.peers.peer import Peer
+
+
+class FakePeer(Peer):
+    def __init__(self, name: str, number: int) -> None:
+        super().__init__(WorkerInfo(name, number), number, number)
+        self.sent: list[Frame] = []
+
+    def send(self, frame: Frame, *_: Any, **__: Any) -> None:
+        self.sent.append(frame)
+
+
+class Deferring(NoReferences):
+    """References that keep the messages with forks until a test delivers them."""
+
+    def __init__(self) -> None:
+        self.kept: list[Frame] = []
+        self.keeps = True
+
+    def take_forks(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
+        if self.keeps:
+            self.kept.append(frame)
+        return not self.keeps
+
+
+class Call(PendingCall):
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.started_at = monotonic()
+        self.answers: list[Frame] = []
+
+    def on_answer(self, frame: Frame) -> None:
+        self.answers.append(frame)
+
+
+class Callee:
+    """A dispatcher over a real server and a real table of calls; nobody runs the requests."""
+
+    def __init__(self) -> None:
+        clock = Clock()
+        unused: Any = None
+        self.calls = CallTable(clock.timer, unused)
+        self.references = Deferring()
+        self.server = Server(WorkerInfo("w0", 0), Executor("w0", 1, clock.timer), log=EventLog(), nested=self.calls)
+        self.server.references = self.references
+        self.dispatcher = Dispatcher(
+            "w0",
+            Hooks(),
+            loop=unused,
+            admission=SimpleNamespace(limit=NEVER, queued=0),  # type: ignore[arg-type]
+            calls=self.calls,
+            server=self.server,
+            leaving=SimpleNamespace(entered=False),  # type: ignore[arg-type]
+            watch=unused,
+            hold=unused,
+        )
+
+
+@pytest.fixture
+def callee() -> Callee:
+    return Callee()
+
+
+CALLER, OTHER = FakePeer("w1", 1), FakePeer("w2", 2)
+
+
+def request_of_a_strangers_value(time_left_s: float = 0.0) -> Frame:
+    fork = Fork(RefId(9, 1), ForkId(9, 2), 9, 0, 1)
+    return Frame(REQUEST, 0, 7, b"f", encode_notes(Notes([fork], time_left_s=time_left_s)))
 
 
 def test_a_message_of_this_node_to_itself_does_not_hold_up_those_behind_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -23,3 +103,34 @@ def test_a_message_of_this_node_to_itself_does_not_hold_up_those_behind_it(caplo
     Failing().redeliver(myself, Frame(RESPONSE, 0, 1))
     assert "cannot handle a message from w0" in caplog.text
     assert "a fault" in caplog.text
+
+
+def test_the_time_of_a_call_runs_while_the_call_is_deferred(callee: Callee) -> None:
+    callee.dispatcher.on_message(CALLER, request_of_a_strangers_value(60.0))
+    [frame] = callee.references.kept
+    deadline, _ = frame.scope
+    assert deadline <= monotonic() + 60.0
+    callee.references.keeps = False
+    callee.dispatcher.redeliver(CALLER, frame)
+    [request] = callee.server.active
+    assert request.deadline == deadline
+
+
+def test_a_cancellation_reaches_a_call_that_is_deferred(callee: Callee) -> None:
+    told: list[tuple[Peer, int | None]] = []
+    callee.references.cancel_deferred = lambda peer, call_id=None: told.append((peer, call_id))  # type: ignore[method-assign]
+    callee.server.cancel(CALLER, 7)
+    callee.server.cancel_all(OTHER)
+    assert told == [(CALLER, 7), (OTHER, None)]
+
+
+def test_a_call_is_answered_by_its_callee_alone(callee: Callee) -> None:
+    call = Call(CALLER)
+    call_id = callee.calls.register(call)
+    callee.dispatcher.on_message(OTHER, Frame(RESPONSE, 0, call_id))
+    assert not call.answers
+    answer = Frame(RESPONSE, 0, call_id)
+    callee.dispatcher.on_message(CALLER, answer)
+    assert call.answers == [answer]
+    callee.dispatcher.on_message(CALLER, Frame(RESPONSE, 0, call_id))
+    assert call.answers == [answer]

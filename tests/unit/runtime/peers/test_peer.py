@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 
 import pytest
 
 from farcall.channel.segment_map import SegmentMap
 from farcall.channel.shared_memory import SegmentPool
-from farcall.errors import Delivery, PeerDead
+from farcall.errors import Cancelled, Delivery, PeerDead
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
 from farcall.protocol.chunks import Instead
 from farcall.protocol.frame_decoder import FrameDecoder
 from farcall.protocol.frames import REQUEST, RESPONSE, Frame
 from farcall.runtime.peers.peer import WORTH_RELEASING_BYTES, RemotePeer
+from farcall.serialize.context import IfUnsent
 
 SIZE_BYTES = 4096
 
@@ -159,3 +161,55 @@ def test_a_call_that_finds_the_link_of_a_leaving_peer_closed_is_told_how_it_left
     assert isinstance(error, PeerDead)
     assert str(error).startswith("other ended without shutdown()")
     assert (error.worker, error.delivery) == (peer.info, delivery)
+
+
+class SlowPeer:
+    """A peer whose large requests a worker writes, since an event loop runs on the calling thread."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.withdrawn: list[str] = []
+        self.peer, link = peer_with(None, [])
+        self.later: list[Callable[[], None]] = []
+        self.peer._write_later = self.later.append
+        self.while_written: Callable[[], None] = lambda: None
+        link.on_io_thread = lambda: True  # type: ignore[attr-defined]
+        link.send_pieces = self.write  # type: ignore[attr-defined]
+        link.send = lambda data, **_: self.events.append("cancelled")  # type: ignore[method-assign]
+
+    def write(self, *_: object) -> None:
+        self.while_written()
+        self.events.append("request")
+
+    def send(self) -> None:
+        undo = [lambda: self.withdrawn.append("fork"), IfUnsent(lambda: self.withdrawn.append("lent"))]
+        self.peer.send(Frame(REQUEST, 0, 7, buffers=[memoryview(bytes(1 << 20))], undo=undo))
+
+
+def test_a_large_request_that_is_cancelled_before_a_worker_writes_it_is_not_sent() -> None:
+    slow = SlowPeer()
+    slow.send()
+    slow.peer.cancel(7)
+    with pytest.raises(Cancelled):
+        slow.later[0]()
+    assert "request" not in slow.events
+    assert slow.withdrawn == ["fork", "lent"]
+    assert not slow.peer._unwritten
+
+
+def test_a_cancellation_follows_the_large_request_that_it_has_overtaken() -> None:
+    slow = SlowPeer()
+    slow.while_written = lambda: slow.peer.cancel(7)
+    slow.send()
+    slow.later[0]()
+    assert slow.events == ["cancelled", "request", "cancelled"]
+    assert slow.withdrawn == []
+    assert not slow.peer._unwritten
+
+
+def test_a_large_request_that_is_wanted_is_written_once() -> None:
+    slow = SlowPeer()
+    slow.send()
+    slow.later[0]()
+    assert slow.events == ["request"]
+    assert not slow.peer._unwritten

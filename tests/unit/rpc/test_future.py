@@ -1,0 +1,192 @@
+"""Futures of calls without sockets: what happens between two events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.kit.clock import Clock
+
+from farcall.errors import Cancelled, Delivery, PeerDead
+from farcall.ids import WorkerInfo
+from farcall.protocol.frames import RESPONSE, Frame
+from farcall.rpc import future as future_module
+from farcall.rpc import outcome
+from farcall.rpc.call import plain_request, send
+from farcall.rpc.future import Future
+from farcall.rpc.outcome import DerivedFuture
+from farcall.rpc.retry import Pauses, Retry, RetryingFuture
+from farcall.runtime.calls.pending import CallTable
+from farcall.runtime.node.hooks import Hooks
+from farcall.runtime.peers.peer import Peer
+from farcall.serialize import write_value
+
+
+class FakePeer(Peer):
+    """A peer that takes requests and cancellations; a test may act while a request is being sent."""
+
+    def __init__(self) -> None:
+        super().__init__(WorkerInfo("w1", 1), 0x1F, 1)
+        self.told: list[tuple[str, int]] = []
+        self.while_sending: Callable[[], object] = lambda: None
+
+    def send(self, frame: Frame, *_: Any) -> None:
+        self.while_sending()
+        self.told.append(("request", frame.call_id))
+
+    def cancel(self, call_id: int) -> None:
+        self.told.append(("cancelled", call_id))
+
+    def help_until(self, *_: Any) -> None: ...
+
+
+class FakeNode:
+    """The parts of a node that a future needs; a test runs the tasks of its workers."""
+
+    running = True
+    timeout_s = 60.0
+    devices = None
+    device_list: tuple[()] = ()
+    info = WorkerInfo("w0", 0)
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.timer = self.clock.timer
+        self.tasks: list[Any] = []
+        self.executor: Any = SimpleNamespace(submit=self.tasks.append, current_worker=lambda: None)
+        self.calls = CallTable(self.clock.timer, self.executor)
+        self.target = FakePeer()
+        self.hooks = Hooks()
+        self.pauses = Pauses(self)  # type: ignore[arg-type]
+        self.something_ended = lambda: None
+
+    def peer(self, to: object) -> FakePeer:
+        return self.target
+
+    def part(self, kind: type) -> Any:
+        assert kind is Pauses
+        return self.pauses
+
+    def run_tasks(self) -> None:
+        while self.tasks:
+            self.tasks.pop(0).run(False)
+
+    def lose(self, future: Future[Any]) -> None:
+        """As the thread that sees the link end."""
+        assert self.calls.fail_all(lambda call: PeerDead("gone", Delivery.UNKNOWN)) == 1
+
+
+@pytest.fixture
+def node() -> Any:
+    return FakeNode()
+
+
+def test_a_cancellation_is_told_again_if_the_request_was_being_sent(node: Any) -> None:
+    """Control messages overtake large requests, so the first one may have found nothing at the callee."""
+    future: Future[int] = Future(node, node.target, len, 60.0)
+    node.target.while_sending = future.cancel
+    send(node.calls, future, plain_request(node.target, b"f"))
+    assert node.target.told == [("cancelled", 1), ("request", 1), ("cancelled", 1)]
+    assert future.cancelled()
+
+
+def test_a_wait_that_was_in_vain_leaves_nothing_behind(node: Any) -> None:
+    future: Future[int] = Future(node, node.target, len, 60.0)
+    send(node.calls, future, plain_request(node.target, b"f"))
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            future.wait(0.0)
+    assert not future._waiters
+
+
+def test_a_value_that_cannot_be_looked_into_fails_its_future(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a node with devices, each value is searched for tensors on them, which runs code of the value's class."""
+
+    def stamp(*_: Any, **__: Any) -> None:
+        raise RecursionError("a value that holds itself")
+
+    monkeypatch.setattr(future_module, "stamp", stamp)
+    monkeypatch.setattr(outcome, "stamp", stamp)
+    monkeypatch.setattr(future_module, "has_devices", lambda payload: True)
+    node.device_list = ("cuda:0",)
+    future: Future[int] = Future(node, node.target, len, 60.0)
+    answer = Frame(RESPONSE)
+    write_value(answer, [1], node.target)
+    future._complete(answer)
+    assert isinstance(future.exception(), RecursionError)
+    derived: DerivedFuture[int] = DerivedFuture(node.device_list)
+    derived.completing(lambda done: 1)(None)
+    assert isinstance(derived.exception(0.0), RecursionError)
+
+
+# ---------------------------------------------------------------------- calls that are made again
+
+
+def retrying(node: Any) -> RetryingFuture:
+    future = RetryingFuture(Retry(attempts=3, backoff_s=0.01), node, "w1", len, ((),), None, 60.0)
+    future.send()
+    return future
+
+
+def requests(node: Any) -> int:
+    return sum(what == "request" for what, _ in node.target.told)
+
+
+def end_all_pauses(node: Any) -> None:
+    node.clock.turn_to(float("1e12"))
+    node.run_tasks()
+
+
+def test_a_call_is_made_again(node: Any) -> None:
+    future = retrying(node)
+    node.lose(future)
+    node.run_tasks()
+    end_all_pauses(node)
+    assert requests(node) == 2
+    assert not future.done()
+    assert future.cancel()
+    assert future.cancelled()
+
+
+def test_a_call_that_is_cancelled_between_its_failure_and_its_pause_is_not_made_again(node: Any) -> None:
+    future = retrying(node)
+    node.lose(future)  # by now a worker is to enter the pause
+    assert not future.cancel()
+    node.run_tasks()
+    end_all_pauses(node)
+    assert requests(node) == 1
+    assert isinstance(future.exception(), PeerDead)
+
+
+def test_a_call_that_is_cancelled_while_it_enters_its_pause_ends_once(node: Any) -> None:
+    future = retrying(node)
+    node.lose(future)
+
+    class Cancelling(list[BaseException]):
+        def append(self, error: BaseException) -> None:
+            super().append(error)
+            assert future.cancel()
+
+    future._paused = Cancelling()
+    node.run_tasks()
+    end_all_pauses(node)
+    assert requests(node) == 1
+    assert future.cancelled()
+
+
+def test_a_call_that_is_cancelled_between_its_pause_and_its_next_attempt_ends(node: Any) -> None:
+    future = retrying(node)
+    node.lose(future)
+    node.run_tasks()
+    plain = node.peer
+
+    def peer(to: object) -> FakePeer:
+        assert not future.cancel()  # its thread has left the pause, and is not in the table of calls yet
+        return plain(to)
+
+    node.peer = peer
+    end_all_pauses(node)
+    assert node.target.told == [("request", 1), ("request", 2), ("cancelled", 2)]
+    assert isinstance(future.exception(), Cancelled)
