@@ -24,6 +24,7 @@ import msgspec
 from farcall.imports import current_frames
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.calls.serving import Request
+from farcall.runtime.calls.turns import Turns
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 
@@ -90,6 +91,10 @@ class ServedCall(msgspec.Struct, frozen=True, array_like=True):
     """How long it has been in that state."""
     thread_id: int
     """The thread that runs it; 0: none."""
+    behind: ServedCall | None = None
+    """A queued call of a serial object: the call that has the turn. Without a function if no call has it."""
+    waiting: int = 0
+    """How many calls of its object wait for the turn, if this one does."""
 
 
 class PoolView(msgspec.Struct, frozen=True, array_like=True):
@@ -204,6 +209,10 @@ def served_call(request: Request) -> ServedCall:
     else:
         state, since = QUEUED, request.queued_at or now
     frame = request.frame
+    turns: Turns | None = frame.turns if state == QUEUED else None
+    behind: ServedCall | None = None
+    if turns is not None and (holder := turns.holder) is not request:
+        behind = served_call(holder) if isinstance(holder, Request) else ServedCall(0, "", "", RUNNING, 0.0, 0)
     return ServedCall(
         call_id=frame.call_id,
         caller=request.peer.info.name,
@@ -211,6 +220,8 @@ def served_call(request: Request) -> ServedCall:
         state=state,
         for_s=max(0.0, now - since),
         thread_id=request.thread_id if state == RUNNING else 0,
+        behind=behind,
+        waiting=0 if turns is None or behind is None else turns.waiting,
     )
 
 

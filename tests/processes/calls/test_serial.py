@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import AsyncIterator, Iterator
 
@@ -13,9 +14,12 @@ from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
 import farcall
-from farcall.errors import RpcError
+from farcall.errors import RpcError, RpcTimeout
+from farcall.observe import answering
+from farcall.runtime.calls import pending
 
 made: list[Actor] = []
+gate = threading.Event()
 
 
 class Actor:
@@ -85,6 +89,11 @@ class Actor:
         return await self.me.start.note("from within")
 
 
+def make_later() -> Actor:
+    assert gate.wait(LONG_S)
+    return Actor()
+
+
 def use(actor: farcall.RRef[Actor], name: str, count: int) -> None:
     for future in [actor.start.note((name, number)) for number in range(count)]:
         future.result(LONG_S)
@@ -142,6 +151,46 @@ def test_a_plain_method_keeps_others_out_and_an_async_def_lets_them_in(actor: fa
     made[0].gate.set()
     assert behind.result(LONG_S) == "behind"
     waits_alone.result(LONG_S)  # its answer may be the second to leave
+
+
+def explained(actor: farcall.RRef[Actor], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The error of a call that times out while it waits for its turn. A busy machine must not cut it short."""
+    monkeypatch.setattr(pending, "EXPLAIN_S", LONG_S)
+    monkeypatch.setattr(answering, "explaining_s", lambda timeout_s: LONG_S)
+    with pytest.raises(RpcTimeout) as raised:
+        actor.rpc_sync(timeout=0.1).note("late")
+    return str(raised.value)
+
+
+def test_a_timeout_says_who_has_the_object(
+    nodes: list[farcall.Node], actor: farcall.RRef[Actor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = actor.start.wait()
+    behind = actor.start.note("behind")
+    wait_until(lambda: len(nodes[1]._runtime.server.active) == 2)
+    text = explained(actor, monkeypatch)
+    assert re.search(
+        r"it has waited on w1 for its turn for 0\.\d\d s, as its object is serial: rref\.wait\(\) for w0 has run "
+        r"for \d+\.\d\d s, and 2 calls wait for their turns$",
+        text,
+    ), text
+    assert "threads" not in text
+    made[0].gate.set()
+    waits.result(LONG_S)
+    behind.result(LONG_S)
+
+
+def test_a_timeout_says_that_the_object_is_not_made_yet(
+    nodes: list[farcall.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.clear()
+    actor = nodes[0]["w1"].options(serial=True).create(make_later)
+    try:
+        assert "for its turn" in (text := explained(actor, monkeypatch)), text
+        assert "the object is being made, or serves a batch" in text
+    finally:
+        gate.set()
+    actor.call.note("made")
 
 
 def test_a_cancelled_call_that_waits_does_not_begin(nodes: list[farcall.Node], actor: farcall.RRef[Actor]) -> None:
