@@ -13,14 +13,14 @@ from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from farcall.errors import RpcError, RpcTimeout
+from farcall.errors import Cancelled, RpcError, RpcTimeout
 from farcall.protocol.frames import FAILURE, Frame
 from farcall.protocol.notes import REFUSED
 from farcall.protocol.streams import Part, ReaderMachine, StreamClosed, StreamCredit
 from farcall.rpc.call import refusal
 from farcall.rpc.outcome import LoopGate, Opens
 from farcall.runtime.calls.pending import PendingCall, name_of
-from farcall.runtime.calls.scope import CURRENT
+from farcall.runtime.calls.scope import CURRENT, Served
 from farcall.runtime.calls.serving import Request
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
@@ -253,12 +253,13 @@ class Incoming(Reader):
         self.number = number
         self.began: bool = False
         scope = CURRENT.get()
-        self._request = None if scope is None else scope.served  # the request that is being decoded
+        self.request: Served | None = None if scope is None else scope.served
+        """The request that is being decoded."""
 
     def begin(self) -> None:
         """Start the writer, by the first credit: at the first wait for an item, not before."""
         if not self.began:
-            if isinstance(self._request, Request) and not self._request.is_open:
+            if isinstance(self.request, Request) and not self.request.is_open:
                 raise RpcError(
                     "the call that brought this stream has ended: start to read it inside the called function"
                 )
@@ -266,6 +267,13 @@ class Incoming(Reader):
             told = self._machine.take(0, 0)
             assert told is not None
             self.peer.control(StreamCredit(self.number, True, *told))
+
+    def give_up(self) -> None:
+        """The caller no longer waits for the function that reads: raise there, and stop the writer."""
+        if not self.complete and not self.peer.broken:  # else `Streams` breaks it off, with a better reason
+            name = "the function" if self.request is None else f"{self.request.function_name}()"
+            self.break_off(Cancelled(f"the caller of {name} no longer waits for it"))
+            self._end()
 
     def wait(self) -> None:
         self.begin()

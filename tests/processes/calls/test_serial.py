@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import torch
 from tests.kit.team import team
-from tests.kit.times import LONG_S
+from tests.kit.times import AT_ONCE_S, LONG_S
 from tests.kit.waiting import wait_until
 
 import farcall
@@ -62,6 +62,10 @@ class Actor:
             self._note(("item", number))
             await asyncio.sleep(0)
             yield number
+
+    def take(self, items: farcall.Stream[object]) -> None:
+        for item in items:
+            self._note(("taken", item))
 
     def wait(self) -> None:
         assert self.gate.wait(LONG_S)
@@ -221,6 +225,21 @@ def test_a_method_that_waits_for_its_own_object_is_told_at_once(actor: farcall.R
         actor.call.ask_myself()
     assert actor.call.ask_myself_at_ease() == "from within"
     made[0].me = None  # a reference from the object to itself would keep it for good
+
+
+def ask(actor: farcall.RRef[Actor]) -> Iterator[object]:
+    yield actor.call.note("from a stream")
+
+
+def test_a_stream_that_waits_for_its_reader_gives_the_object_back_at_the_timeout(
+    nodes: list[farcall.Node], actor: farcall.RRef[Actor]
+) -> None:
+    """``take`` has the object and waits for an item; to make that, its caller waits for the object."""
+    with pytest.raises(RpcTimeout):
+        actor.rpc_sync(timeout=0.2).take(farcall.outgoing(ask(actor)))
+    assert actor.rpc_sync(timeout=AT_ONCE_S).note("after") == "after"
+    assert made[0].begun == ["from a stream", "after"]
+    wait_until(lambda: not nodes[0]._runtime.calls.snapshot())
 
 
 def test_the_object_that_is_never_made_fails_its_calls(nodes: list[farcall.Node]) -> None:
