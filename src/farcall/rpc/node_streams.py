@@ -75,6 +75,14 @@ class Streams:
         count = len(calls) + len(requests) + len(self._incoming) + len(self._writers)
         return count, self.items_read, self.items_written
 
+    def waiting_readers(self) -> list[Incoming]:
+        """The readers of outgoing streams that wait for an item now."""
+        return [reader for reader in list(self._incoming.values()) if reader.waits_since]
+
+    def running_writers(self) -> list[Writer]:
+        """The writers of outgoing streams whose items are being made."""
+        return [writer for writer, _ in list(self._writers.values()) if writer.thread_id]
+
     # --- what arrives ---------------------------------------------------------------------------------------
 
     def on_letter(self, peer: Peer, frame: Frame) -> None:
@@ -150,6 +158,7 @@ class Streams:
 
         def write() -> None:
             """Write all items of ``source``, in the context of the code that made the stream."""
+            writer.begin()
             try:
                 error = context.run(pump, writer, source)
                 if not isinstance(error, Closed):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ class Reader:
     """The reading end of one stream.
 
     Mutable: ``ready``, parts in order, which the link's reader appends and the program's thread takes; ``_last`` and
-    ``_error``, why no more come; ``closed``; ``_gate``, where the program waits.
+    ``_error``, why no more come; ``closed``; ``_gate``, where the program waits; ``thread_id`` and ``waits_since``.
     """
 
     def __init__(self, streams: Streams, peer: Peer, what: str, *, outgoing: bool) -> None:
@@ -62,6 +63,10 @@ class Reader:
         self._error: BaseException | None = None
         self.closed: bool = False
         self.number: int = 0
+        self.thread_id: int = 0
+        """The thread that waits for an item; 0: none, or a coroutine."""
+        self.waits_since: float = 0.0
+        """When the wait for an item began; 0: nobody waits."""
 
     # --- on the thread that reads the link ------------------------------------------------------------------
 
@@ -148,28 +153,37 @@ class Reader:
     def wait(self) -> None:
         """Block until `take` has something; raise `RpcTimeout` if nothing comes in time."""
         deadline = self.wait_until()
-        with self.node.calls.waiting():
-            self._news.arrived = False
-            if not self.over:
-                self.peer.help_until(self._news, deadline)
-            while not self.over:
-                gate = self._gate = Gate()  # set before ``over`` is checked again: `_tell` changes that first
-                if not self.over and not gate.wait(-1 if deadline == NEVER else max(0.0, deadline - monotonic())):
-                    raise self._too_late()
-                self._gate = None
+        self.thread_id, self.waits_since = get_ident(), monotonic()
+        try:
+            with self.node.calls.waiting():
+                self._news.arrived = False
+                if not self.over:
+                    self.peer.help_until(self._news, deadline)
+                while not self.over:
+                    gate = self._gate = Gate()  # set before ``over`` is checked again: `_tell` changes that first
+                    if not self.over and not gate.wait(-1 if deadline == NEVER else max(0.0, deadline - monotonic())):
+                        raise self._too_late()
+                    self._gate = None
+        finally:
+            self.thread_id, self.waits_since = 0, 0.0
 
     async def wait_soon(self) -> None:
         """Like `wait`, for a coroutine."""
         deadline = self.wait_until()
         loop = asyncio.get_running_loop()
-        while not self.over:
-            gate = self._gate = LoopGate(loop)
-            if not self.over:
-                try:
-                    await asyncio.wait_for(gate.passed, None if deadline == NEVER else max(0.0, deadline - monotonic()))
-                except TimeoutError:
-                    raise self._too_late() from None
-            self._gate = None
+        self.waits_since = monotonic()
+        try:
+            while not self.over:
+                gate = self._gate = LoopGate(loop)
+                if not self.over:
+                    left_s = None if deadline == NEVER else max(0.0, deadline - monotonic())
+                    try:
+                        await asyncio.wait_for(gate.passed, left_s)
+                    except TimeoutError:
+                        raise self._too_late() from None
+                self._gate = None
+        finally:
+            self.waits_since = 0.0
 
     def wait_until(self) -> float:
         """Return the deadline of a wait for the next item."""

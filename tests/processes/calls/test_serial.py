@@ -16,6 +16,7 @@ from tests.kit.waiting import wait_until
 import farcall
 from farcall.errors import RpcError, RpcTimeout
 from farcall.observe import answering
+from farcall.observe.troubles import Trouble, find_troubles
 from farcall.runtime.calls import pending
 
 made: list[Actor] = []
@@ -229,6 +230,26 @@ def test_a_method_that_waits_for_its_own_object_is_told_at_once(actor: farcall.R
 
 def ask(actor: farcall.RRef[Actor]) -> Iterator[object]:
     yield actor.call.note("from a stream")
+
+
+def test_a_stream_that_waits_for_its_reader_is_a_circle(nodes: list[farcall.Node], actor: farcall.RRef[Actor]) -> None:
+    actor.call.note("made")
+    future = actor.rpc_async(timeout=LONG_S).take(farcall.outgoing(ask(actor)))
+
+    def troubles() -> list[Trouble]:
+        return find_troubles([node.snapshot() for node in nodes], set())
+
+    wait_until(lambda: bool(troubles()))
+    (trouble,) = troubles()
+    assert trouble.text == "w0 and w1 wait for each other"
+    steps = sorted(re.sub(r"[\d.]+ s|\(thread [^)]*\)", "_", step) for step in trouble.steps)
+    assert steps == [
+        "w0 _ has waited _ for w1 note()",
+        "w1 _ has waited _ for w0 farcall.outgoing()",
+        "which has waited _ for its turn: rref.take() for w0 has the object",
+    ]
+    assert future.cancel()
+    wait_until(lambda: not troubles())
 
 
 def test_a_stream_that_waits_for_its_reader_gives_the_object_back_at_the_timeout(
