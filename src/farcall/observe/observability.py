@@ -97,6 +97,7 @@ class Observability:
             namespace=pid_namespace(),
             started_at=time.time(),
             cluster_name=runtime.options.observing.cluster_name or "",
+            program=_program(),
         )
         try:
             file = PresenceFile(runtime_directory(directory), presence)
@@ -107,3 +108,10 @@ class Observability:
             )
         else:
             runtime.hooks.ended.append(file.remove)
+
+
+def _program() -> str:
+    """The name of the program that runs here; empty for a worker of `farcall.launch`, and at a prompt."""
+    path = sys.argv[0] if sys.argv else ""
+    is_ours = path.startswith(("farcall.", os.path.dirname(os.path.dirname(__file__))))
+    return "" if is_ours or path == "-c" else os.path.basename(path)
