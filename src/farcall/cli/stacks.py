@@ -18,7 +18,7 @@ from rich.text import Text
 
 from farcall.observe.observer import Observer
 from farcall.observe.snapshot import STARTING, OutgoingCall, ServedCall, StackLine, ThreadView, WorkerSnapshot
-from farcall.observe.troubles import ThreadKey, find_troubles, still_threads
+from farcall.observe.troubles import ThreadKey, find_troubles, long_turns, still_threads
 
 _MOST_CALLS_SHOWN = 20
 _MOST_MISSING_SHOWN = 5
@@ -47,9 +47,16 @@ def show(console: Console, observer: Observer, between_s: float, full: bool) -> 
     display = _Display(console, still, full)
     for snapshot in heard.answers:
         display.worker(snapshot)
-    if not troubles:
+    if troubles:
+        return True
+    turns = long_turns(heard.answers)
+    for turn in turns:
+        console.print(Text(turn, style="yellow"), soft_wrap=True)
+    if turns:
+        console.print("No circle of waits was found: they go on if that call does.", style="yellow")
+    else:
         console.print("Nothing seems stuck.", style="green")
-    return bool(troubles)
+    return False
 
 
 def _starting(starting: list[WorkerSnapshot]) -> str:
@@ -94,9 +101,11 @@ class _Display:
     def _served(self, one: WorkerSnapshot, served: ServedCall, waits_for: OutgoingCall | None) -> None:
         stands = waits_for is None and served.thread_id and (one.worker, served.thread_id) in self.still
         mark = " [yellow](does not move)[/]" if stands else ""
+        holder = served.behind
+        behind = "" if holder is None or not holder.function else f", behind {escape(holder.function)}()"
         self._line(
             f"  serves {escape(served.function)}() for [cyan]{escape(served.caller)}[/]: {served.state} for "
-            f"{_seconds(served.for_s)}{mark}"
+            f"{_seconds(served.for_s)}{mark}{behind}"
         )
         if waits_for is not None:
             self._line(f"    {_outgoing(waits_for)}")

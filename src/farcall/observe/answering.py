@@ -310,6 +310,14 @@ def explanation(worker: str, data: bytes, asked_s: float) -> str:
             f"it has been waiting there for {served.for_s:.2f} s: {worker} is still starting, and serves calls when it "
             "is connected to everybody (`farcall stacks` says who is missing)"
         )
+    if served.behind is not None:
+        holder = served.behind
+        text = f"it has waited on {worker} for its turn for {served.for_s:.2f} s, as its object is serial: "
+        if not holder.function:
+            return text + "the object is being made, or serves a batch"
+        text += f"{holder.function}() for {holder.caller} has "
+        text += f"{'waited for a thread' if holder.state == QUEUED else 'run'} for {holder.for_s:.2f} s"
+        return text + (f", and {served.waiting} calls wait for their turns" if served.waiting > 1 else "")
     if served.state == QUEUED:
         return (
             f"it has been waiting on {worker} for a thread for {served.for_s:.2f} s: {pool.busy - pool.parked} "

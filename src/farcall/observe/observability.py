@@ -43,8 +43,10 @@ class Observability:
         subjects = runtime.part(Answering).subjects
         subjects[TRACE_BEGIN] = lambda peer, argument: self._recordings().begin(peer, argument)
         subjects[TRACE_END] = lambda peer, argument: self._recordings().end(peer, argument)
-        if observing.observable:
-            self._leave_file()
+        self._left_file = not observing.observable
+        self._leave_file()
+        # A newcomer that was given an address only hears the id of the cluster from the first member that it meets.
+        runtime.hooks.peer_joined.append(lambda peer: self._leave_file())
         if observing.metrics_port is not None:
             from farcall.observe.prometheus import MetricsServer
 
@@ -82,8 +84,11 @@ class Observability:
         print(f"{runtime.info.name}: live page at {dashboard.url}", file=sys.stderr, flush=True)
 
     def _leave_file(self) -> None:
-        """Write the presence file, through which commands find this node."""
+        """Write the presence file, through which commands find this node, once the id of its cluster is known."""
         runtime = self._runtime
+        if self._left_file or not runtime.membership.cluster_id:
+            return
+        self._left_file = True
         membership, directory = runtime.membership, runtime.options.observing.runtime_directory
         presence = Presence(
             name=runtime.info.name,
@@ -97,6 +102,7 @@ class Observability:
             namespace=pid_namespace(),
             started_at=time.time(),
             cluster_name=runtime.options.observing.cluster_name or "",
+            program=_program(),
         )
         try:
             file = PresenceFile(runtime_directory(directory), presence)
@@ -107,3 +113,10 @@ class Observability:
             )
         else:
             runtime.hooks.ended.append(file.remove)
+
+
+def _program() -> str:
+    """The name of the program that runs here; empty for a worker of `farcall.launch`, and at a prompt."""
+    path = sys.argv[0] if sys.argv else ""
+    is_ours = path.startswith(("farcall.", os.path.dirname(os.path.dirname(__file__))))
+    return "" if is_ours or path == "-c" else os.path.basename(path)

@@ -15,9 +15,9 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from time import monotonic
+from time import monotonic, time
 from typing import Generic, TypeVar
 
 import msgspec
@@ -25,7 +25,7 @@ import msgspec
 from farcall.errors import InitError, NetworkError
 from farcall.observe.answering import EVENTS, METRICS, SNAPSHOT, WorkerEvents
 from farcall.observe.metrics import Metrics
-from farcall.observe.presence import find_nodes
+from farcall.observe.presence import Presence, find_nodes
 from farcall.observe.snapshot import WorkerSnapshot
 from farcall.options import RpcBackendOptions, TlsOptions
 from farcall.private_files import runtime_directory
@@ -49,6 +49,8 @@ from farcall.transport.tls import tls_of
 DIAL_S = 3.0
 ANSWER_S = 2.0
 _READ_BYTES = 64 * 1024
+_MOST_NAMED = 4
+_UNITS = (("days", 86_400), ("h", 3600), ("min", 60))
 
 _MAKING = threading.Lock()
 """Of decoders: msgspec looks into a type at its first use, and two threads that do so at once crash."""
@@ -69,6 +71,17 @@ class Answers(Generic[A]):
     """The answers, ordered by the rank of their workers."""
     silent: list[WorkerState]
     """Workers that did not answer: those with ``gone`` set are known to be gone, the others were too slow."""
+
+
+def _choice(members: Sequence[Presence]) -> str:
+    """One line about a cluster: enough to choose it among others, which may have workers of the same names."""
+    first = next((one for one in members if one.program), members[0])
+    age_s = max(0.0, time() - min(one.started_at for one in members))
+    age = next((f"{age_s / unit_s:.0f} {unit}" for unit, unit_s in _UNITS if age_s >= 2 * unit_s), f"{age_s:.0f} s")
+    about = [one for one in (first.cluster_name, first.program, f"process {first.process_id}", f"for {age}") if one]
+    names = ", ".join(one.name for one in members[:_MOST_NAMED])
+    more = f" and {len(members) - _MOST_NAMED} more" if len(members) > _MOST_NAMED else ""
+    return f"  {first.cluster_id}  {', '.join(about)}: {names}{more}"
 
 
 class Observer:
@@ -104,12 +117,11 @@ class Observer:
                 "use --connect HOST:PORT and FARCALL_SECRET"
             )
         if len(clusters) > 1:
-            lines = [
-                f"  {one.cluster_name or cluster_id}  "
-                f"{', '.join(member.name for member in wanted if member.cluster_id == cluster_id)}"
-                for cluster_id, one in clusters.items()
-            ]
-            raise NothingToObserve("several clusters run here: choose one with --cluster\n" + "\n".join(lines))
+            lines = [_choice([one for one in wanted if one.cluster_id == cluster_id]) for cluster_id in clusters]
+            raise NothingToObserve(
+                "several clusters run here: choose one with --cluster and the beginning of its id, or of a worker's "
+                "name\n" + "\n".join(lines)
+            )
         failures = []
         for one in wanted:
             try:

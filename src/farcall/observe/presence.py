@@ -40,6 +40,8 @@ class Presence(msgspec.Struct, frozen=True):
     started_at: float
     cluster_name: str = ""
     secret_file: str = ""
+    program: str = ""
+    """The name of the program that it is part of; empty if it has none, as a worker of `farcall.launch`."""
 
     def observer_key(self) -> bytes:
         """The key that an observer must prove now; raises ``ValueError`` if the secret's file cannot be read."""

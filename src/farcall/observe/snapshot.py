@@ -24,16 +24,20 @@ import msgspec
 from farcall.imports import current_frames
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.calls.serving import Request
+from farcall.runtime.calls.turns import Turns
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 
 if TYPE_CHECKING:
     from farcall.rpc.batch_queue import RunningBatch
+    from farcall.rpc.stream_reading import Incoming
+    from farcall.rpc.stream_writing import Writer
 
 MOST_CALLS = 1000
 MOST_FRAMES = 40
 MOST_MEMBERS = 100
 _MOST_CALLERS = 3
+_OUTGOING = "farcall.outgoing"
 _OURS = str(Path(__file__).parent.parent) + os.sep
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
@@ -90,6 +94,10 @@ class ServedCall(msgspec.Struct, frozen=True, array_like=True):
     """How long it has been in that state."""
     thread_id: int
     """The thread that runs it; 0: none."""
+    behind: ServedCall | None = None
+    """A queued call of a serial object: the call that has the turn. Without a function if no call has it."""
+    waiting: int = 0
+    """How many calls of its object wait for the turn, if this one does."""
 
 
 class PoolView(msgspec.Struct, frozen=True, array_like=True):
@@ -146,15 +154,21 @@ def function_title(function: bytes, otherwise: str = "") -> str:
 
 def take_snapshot(node: Runtime) -> WorkerSnapshot:
     """Take a snapshot of ``node``."""
-    from farcall.rpc.batches import Batches  # nodes start without it: loaded by the first snapshot
+    from farcall.rpc.batches import Batches  # nodes start without these: loaded by the first snapshot
+    from farcall.rpc.node_streams import Streams
 
     pending = node.calls.snapshot()
     active = node.server.active
     calls = [outgoing_call(call) for call in pending[:MOST_CALLS]]
     served = [served_call(request) for request in active[:MOST_CALLS]]
+    calls_left_out, served_left_out = len(pending) - len(calls), len(active) - len(served)
     batches = node.part_if_made(Batches)
     if batches is not None:
         served += [_running_batch(batch) for batch in list(batches.running.values())]
+    streams = node.part_if_made(Streams)
+    if streams is not None:
+        calls += [_read_stream(reader) for reader in streams.waiting_readers()]
+        served += [_written_stream(writer) for writer in streams.running_writers()]
     involved = {call.thread_id for call in calls} | {call.thread_id for call in served}
     main = threading.main_thread().ident
     if main is not None:
@@ -169,8 +183,8 @@ def take_snapshot(node: Runtime) -> WorkerSnapshot:
         calls=calls,
         served=served,
         threads=view_threads(involved),
-        calls_left_out=len(pending) - len(calls),
-        served_left_out=len(active) - len(served),
+        calls_left_out=calls_left_out,
+        served_left_out=served_left_out,
         unconnected=_unconnected(node) if node.state == STARTING else [],
     )
 
@@ -204,6 +218,10 @@ def served_call(request: Request) -> ServedCall:
     else:
         state, since = QUEUED, request.queued_at or now
     frame = request.frame
+    turns: Turns | None = frame.turns if state == QUEUED else None
+    behind: ServedCall | None = None
+    if turns is not None and (holder := turns.holder) is not request:
+        behind = served_call(holder) if isinstance(holder, Request) else ServedCall(0, "", "", RUNNING, 0.0, 0)
     return ServedCall(
         call_id=frame.call_id,
         caller=request.peer.info.name,
@@ -211,6 +229,8 @@ def served_call(request: Request) -> ServedCall:
         state=state,
         for_s=max(0.0, now - since),
         thread_id=request.thread_id if state == RUNNING else 0,
+        behind=behind,
+        waiting=0 if turns is None or behind is None else turns.waiting,
     )
 
 
@@ -219,6 +239,23 @@ def _running_batch(batch: RunningBatch) -> ServedCall:
     callers = ", ".join(batch.callers[:_MOST_CALLERS]) + (" and others" if len(batch.callers) > _MOST_CALLERS else "")
     state = RUNNING if batch.thread_id else LATER
     return ServedCall(0, callers, batch.title, state, monotonic() - batch.began_at, batch.thread_id)
+
+
+# The two ends of an outgoing stream, as a call and its callee. Streams have numbers of their own: negative, they differ
+# from those of calls.
+
+
+def _read_stream(reader: Incoming) -> OutgoingCall:
+    """The view of a function's wait for the next item of an outgoing stream."""
+    now, timeout_s = monotonic(), reader.node.timeout_s
+    for_s = now - (reader.waits_since or now)  # the wait may have just ended
+    return OutgoingCall(-reader.number, reader.peer.info.name, _OUTGOING, for_s, timeout_s, reader.thread_id)
+
+
+def _written_stream(writer: Writer) -> ServedCall:
+    """The view of the thread that makes the items of an outgoing stream."""
+    name, for_s = f"{_OUTGOING} (stream, {writer.describe()})", monotonic() - writer.began_at
+    return ServedCall(-writer.number, writer.peer.info.name, name, RUNNING, for_s, writer.thread_id)
 
 
 def view_threads(wanted: Collection[int]) -> list[ThreadView]:

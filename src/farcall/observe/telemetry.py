@@ -138,19 +138,19 @@ class TracedCalls(CallTable):
 class _TracedTask:
     """A request inside its span; a task of the executor."""
 
-    __slots__ = ("_request", "_telemetry")
+    __slots__ = ("_telemetry", "served")
 
     def __init__(self, telemetry: Telemetry, request: Request) -> None:
         self._telemetry = telemetry
-        self._request = request
+        self.served: Request = request
 
     @property
     def expected_s(self) -> float:
-        return self._request.expected_s
+        return self.served.expected_s
 
     def run(self, more: bool) -> None:
-        with self._telemetry.serving(self._request):
-            self._request.run(more)
+        with self._telemetry.serving(self.served):
+            self.served.run(more)
 
     def drop(self) -> None:
-        self._request.drop()
+        self.served.drop()

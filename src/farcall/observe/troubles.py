@@ -4,6 +4,10 @@ Pure functions. The snapshots of all workers form one wait graph of threads:
 
     from                                          to
     a thread that waits for a call                the thread that serves it there
+    a thread that waits for an item of an         the thread that makes its items (in snapshots, a call and its callee)
+    outgoing stream
+    a call that waits for its turn at a serial    the call that has the turn
+    object
     a thread that serves, waits for no call,      every other thread of its worker that waits for a call: one of
     and does not move                             those may hold its lock (Python's locks do not name their owners)
     a call that is answered later (a coroutine)   every call of its worker that no thread waits for
@@ -22,6 +26,7 @@ import msgspec
 from farcall.observe.snapshot import LATER, QUEUED, RUNNING, OutgoingCall, ServedCall, WorkerSnapshot
 
 _STILL_CPU_S = 0.005
+_LONG_TURN_S = 2.0
 _MOST_TROUBLES = 20
 _THREAD = "thread"
 _CALL = "call"
@@ -85,6 +90,21 @@ def _exhausted_pools(snapshots: Sequence[WorkerSnapshot]) -> list[Trouble]:
     return found
 
 
+def long_turns(snapshots: Sequence[WorkerSnapshot]) -> list[str]:
+    """The serial objects that calls have waited for for seconds. That may be a long computation, or a deadlock."""
+    found: dict[tuple[str, str, int], str] = {}
+    for one in snapshots:
+        for call in one.served:
+            holder = call.behind
+            if holder is not None and holder.function and call.for_s >= _LONG_TURN_S:
+                wait = "1 call waits" if call.waiting == 1 else f"{call.waiting} calls wait"
+                found[one.worker, holder.caller, holder.call_id] = (
+                    f"{one.worker}: {wait} for {holder.function}() for {holder.caller}, which has had its serial "
+                    f"object for {holder.for_s:.1f} s"
+                )
+    return list(found.values())[:_MOST_TROUBLES]
+
+
 class _WaitGraph:
     """The wait graph of the module's docstring."""
 
@@ -114,6 +134,8 @@ class _WaitGraph:
                     self.edges[node] = [other for other in waiting if other != node]
                 elif serves.state == LATER:
                     self.edges[node] = loose
+                elif serves.behind is not None:
+                    self.edges[node] = [_served_node(one.worker, serves.behind)]
 
     def shortest_circle(self, start: _Node) -> list[_Node]:
         """The shortest cycle through ``start``; empty if there is none."""
@@ -144,8 +166,13 @@ class _WaitGraph:
         steps = []
         for index, node in enumerate(way):
             following = way[(index + 1) % len(way)]
-            call = self.outgoing.get(node)
-            if call is not None:
+            call, serves = self.outgoing.get(node), self.serving.get(node)
+            if call is None and serves is not None and (holder := serves.behind) is not None:
+                steps.append(
+                    f"which has waited {serves.for_s:.1f} s for its turn: {holder.function}() for {holder.caller} has "
+                    "the object"
+                )
+            elif call is not None:
                 steps.append(
                     f"{node.worker}{self._at(node)} has waited {call.for_s:.1f} s for {call.to} {call.function}()"
                 )

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from contextvars import Context
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -22,6 +23,7 @@ from farcall.protocol.streams import WINDOW_ITEMS, StreamClosed, StreamCredit, d
 from farcall.rpc.stream_reading import Incoming, Reader, StreamCall
 from farcall.rpc.stream_writing import HOLD_S, STREAMS, Closed, StreamRequest, Writer, pump
 from farcall.runtime.calls.executor import FunctionTask
+from farcall.runtime.calls.scope import Dependents
 from farcall.runtime.calls.serving import Server
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
@@ -72,6 +74,14 @@ class Streams:
         requests = [request for request in self.node.server.active if isinstance(request, StreamRequest)]
         count = len(calls) + len(requests) + len(self._incoming) + len(self._writers)
         return count, self.items_read, self.items_written
+
+    def waiting_readers(self) -> list[Incoming]:
+        """The readers of outgoing streams that wait for an item now."""
+        return [reader for reader in list(self._incoming.values()) if reader.waits_since]
+
+    def running_writers(self) -> list[Writer]:
+        """The writers of outgoing streams whose items are being made."""
+        return [writer for writer, _ in list(self._writers.values()) if writer.thread_id]
 
     # --- what arrives ---------------------------------------------------------------------------------------
 
@@ -148,6 +158,7 @@ class Streams:
 
         def write() -> None:
             """Write all items of ``source``, in the context of the code that made the stream."""
+            writer.begin()
             try:
                 error = context.run(pump, writer, source)
                 if not isinstance(error, Closed):
@@ -177,7 +188,16 @@ class Streams:
     def incoming(self, peer: Peer, number: int) -> Incoming:
         """Make the reading end of an outgoing stream of ``peer`` that arrived as an argument."""
         reader = self._incoming[peer.number, number] = Incoming(self, peer, number)
+        if reader.request is not None:
+            # By way of the table: the request must not hold the reader, which holds the request.
+            Dependents.watch(reader.request, partial(self._give_up, peer.number, number))
         return reader
+
+    def _give_up(self, peer_number: int, number: int) -> None:
+        """The call that brought an outgoing stream is not wanted any more: its function must not wait for items."""
+        reader = self._incoming.get((peer_number, number))
+        if reader is not None:
+            reader.give_up()
 
     def forget(self, reader: Reader) -> None:
         """Remove ``reader`` of an outgoing stream: no more parts will come."""

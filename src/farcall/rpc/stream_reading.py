@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from farcall.errors import RpcError, RpcTimeout
+from farcall.errors import Cancelled, RpcError, RpcTimeout
 from farcall.protocol.frames import FAILURE, Frame
 from farcall.protocol.notes import REFUSED
 from farcall.protocol.streams import Part, ReaderMachine, StreamClosed, StreamCredit
 from farcall.rpc.call import refusal
 from farcall.rpc.outcome import LoopGate, Opens
 from farcall.runtime.calls.pending import PendingCall, name_of
-from farcall.runtime.calls.scope import CURRENT
+from farcall.runtime.calls.scope import CURRENT, Served
 from farcall.runtime.calls.serving import Request
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
@@ -45,7 +46,7 @@ class Reader:
     """The reading end of one stream.
 
     Mutable: ``ready``, parts in order, which the link's reader appends and the program's thread takes; ``_last`` and
-    ``_error``, why no more come; ``closed``; ``_gate``, where the program waits.
+    ``_error``, why no more come; ``closed``; ``_gate``, where the program waits; ``thread_id`` and ``waits_since``.
     """
 
     def __init__(self, streams: Streams, peer: Peer, what: str, *, outgoing: bool) -> None:
@@ -62,6 +63,10 @@ class Reader:
         self._error: BaseException | None = None
         self.closed: bool = False
         self.number: int = 0
+        self.thread_id: int = 0
+        """The thread that waits for an item; 0: none, or a coroutine."""
+        self.waits_since: float = 0.0
+        """When the wait for an item began; 0: nobody waits."""
 
     # --- on the thread that reads the link ------------------------------------------------------------------
 
@@ -148,28 +153,37 @@ class Reader:
     def wait(self) -> None:
         """Block until `take` has something; raise `RpcTimeout` if nothing comes in time."""
         deadline = self.wait_until()
-        with self.node.calls.waiting():
-            self._news.arrived = False
-            if not self.over:
-                self.peer.help_until(self._news, deadline)
-            while not self.over:
-                gate = self._gate = Gate()  # set before ``over`` is checked again: `_tell` changes that first
-                if not self.over and not gate.wait(-1 if deadline == NEVER else max(0.0, deadline - monotonic())):
-                    raise self._too_late()
-                self._gate = None
+        self.thread_id, self.waits_since = get_ident(), monotonic()
+        try:
+            with self.node.calls.waiting():
+                self._news.arrived = False
+                if not self.over:
+                    self.peer.help_until(self._news, deadline)
+                while not self.over:
+                    gate = self._gate = Gate()  # set before ``over`` is checked again: `_tell` changes that first
+                    if not self.over and not gate.wait(-1 if deadline == NEVER else max(0.0, deadline - monotonic())):
+                        raise self._too_late()
+                    self._gate = None
+        finally:
+            self.thread_id, self.waits_since = 0, 0.0
 
     async def wait_soon(self) -> None:
         """Like `wait`, for a coroutine."""
         deadline = self.wait_until()
         loop = asyncio.get_running_loop()
-        while not self.over:
-            gate = self._gate = LoopGate(loop)
-            if not self.over:
-                try:
-                    await asyncio.wait_for(gate.passed, None if deadline == NEVER else max(0.0, deadline - monotonic()))
-                except TimeoutError:
-                    raise self._too_late() from None
-            self._gate = None
+        self.waits_since = monotonic()
+        try:
+            while not self.over:
+                gate = self._gate = LoopGate(loop)
+                if not self.over:
+                    left_s = None if deadline == NEVER else max(0.0, deadline - monotonic())
+                    try:
+                        await asyncio.wait_for(gate.passed, left_s)
+                    except TimeoutError:
+                        raise self._too_late() from None
+                self._gate = None
+        finally:
+            self.waits_since = 0.0
 
     def wait_until(self) -> float:
         """Return the deadline of a wait for the next item."""
@@ -253,12 +267,13 @@ class Incoming(Reader):
         self.number = number
         self.began: bool = False
         scope = CURRENT.get()
-        self._request = None if scope is None else scope.served  # the request that is being decoded
+        self.request: Served | None = None if scope is None else scope.served
+        """The request that is being decoded."""
 
     def begin(self) -> None:
         """Start the writer, by the first credit: at the first wait for an item, not before."""
         if not self.began:
-            if isinstance(self._request, Request) and not self._request.is_open:
+            if isinstance(self.request, Request) and not self.request.is_open:
                 raise RpcError(
                     "the call that brought this stream has ended: start to read it inside the called function"
                 )
@@ -266,6 +281,13 @@ class Incoming(Reader):
             told = self._machine.take(0, 0)
             assert told is not None
             self.peer.control(StreamCredit(self.number, True, *told))
+
+    def give_up(self) -> None:
+        """The caller no longer waits for the function that reads: raise there, and stop the writer."""
+        if not self.complete and not self.peer.broken:  # else `Streams` breaks it off, with a better reason
+            name = "the function" if self.request is None else f"{self.request.function_name}()"
+            self.break_off(Cancelled(f"the caller of {name} no longer waits for it"))
+            self._end()
 
     def wait(self) -> None:
         self.begin()

@@ -15,7 +15,7 @@ import logging
 import threading
 from collections.abc import AsyncIterable, Coroutine, Iterable
 from functools import partial
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -74,13 +74,13 @@ class Writer:
 
     Mutable: under the lock, items that are not sent yet (``_plain``, ``_segments``), and ``_held_since``, the time of
     the oldest held-back item or letter (0: none); the machine, whose credit only grows; ``closed``, once; ``_gate``,
-    where the producer of items waits for credit.
+    where the producer of items waits for credit; ``thread_id`` and ``began_at``, once.
     """
 
     def __init__(self, streams: Streams, peer: Peer, number: int, *, outgoing: bool) -> None:
         self._streams = streams
         self.peer: Peer = peer
-        self._number = number
+        self.number: int = number
         self._outgoing = outgoing
         # The reader of an outgoing stream grants its first credit when it begins; a stream call grants it by calling.
         self._machine = WriterMachine() if outgoing else WriterMachine(WINDOW_ITEMS, WINDOW_BYTES)
@@ -93,6 +93,14 @@ class Writer:
         self._last_at = 0.0
         self._gate: Opens | None = None
         self.closed: bool = False
+        self.thread_id: int = 0
+        """The thread that makes the items of an outgoing stream; 0: it has not begun."""
+        self.began_at: float = 0.0
+
+    def begin(self) -> None:
+        """The calling thread begins to make the items of an outgoing stream."""
+        self.began_at = monotonic()
+        self.thread_id = threading.get_ident()
 
     # --- from the reader, on any thread; never blocks -------------------------------------------------------
 
@@ -210,7 +218,7 @@ class Writer:
 
     def finish(self, failure: Frame | None) -> None:
         """Send the end of the stream; with ``failure``, if an error ended it."""
-        part = Part(self._number, self._outgoing, self._machine.sent_items, [], True)
+        part = Part(self.number, self._outgoing, self._machine.sent_items, [], True)
         frame = Frame(LETTER, 0, STREAMS, encode_part(part))
         if failure is not None:
             frame.payload, frame.buffers = failure.payload, failure.buffers
@@ -269,7 +277,7 @@ class Writer:
             counts.append((segment.items, len(segment.frame.payload), len(segment.frame.buffers)))
             self._flushed += segment.items
         self._streams.items_written += self._flushed - first
-        frame.call_id, frame.function = STREAMS, encode_part(Part(self._number, self._outgoing, first, counts))
+        frame.call_id, frame.function = STREAMS, encode_part(Part(self.number, self._outgoing, first, counts))
         if frame.forks:
             write_notes(frame)
         try:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import torch
 from tests.kit.team import team
-from tests.kit.times import LONG_S
+from tests.kit.times import AT_ONCE_S, LONG_S
 from tests.kit.waiting import wait_until
 
 import farcall
-from farcall.errors import RpcError
+from farcall.errors import RpcError, RpcTimeout
+from farcall.observe import answering
+from farcall.observe.troubles import Trouble, find_troubles
+from farcall.runtime.calls import pending
 
 made: list[Actor] = []
+gate = threading.Event()
 
 
 class Actor:
@@ -59,6 +64,10 @@ class Actor:
             await asyncio.sleep(0)
             yield number
 
+    def take(self, items: farcall.Stream[object]) -> None:
+        for item in items:
+            self._note(("taken", item))
+
     def wait(self) -> None:
         assert self.gate.wait(LONG_S)
 
@@ -83,6 +92,11 @@ class Actor:
     async def ask_myself_at_ease(self) -> object:
         assert self.me is not None
         return await self.me.start.note("from within")
+
+
+def make_later() -> Actor:
+    assert gate.wait(LONG_S)
+    return Actor()
 
 
 def use(actor: farcall.RRef[Actor], name: str, count: int) -> None:
@@ -144,6 +158,46 @@ def test_a_plain_method_keeps_others_out_and_an_async_def_lets_them_in(actor: fa
     waits_alone.result(LONG_S)  # its answer may be the second to leave
 
 
+def explained(actor: farcall.RRef[Actor], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The error of a call that times out while it waits for its turn. A busy machine must not cut it short."""
+    monkeypatch.setattr(pending, "EXPLAIN_S", LONG_S)
+    monkeypatch.setattr(answering, "explaining_s", lambda timeout_s: LONG_S)
+    with pytest.raises(RpcTimeout) as raised:
+        actor.rpc_sync(timeout=0.1).note("late")
+    return str(raised.value)
+
+
+def test_a_timeout_says_who_has_the_object(
+    nodes: list[farcall.Node], actor: farcall.RRef[Actor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = actor.start.wait()
+    behind = actor.start.note("behind")
+    wait_until(lambda: len(nodes[1]._runtime.server.active) == 2)
+    text = explained(actor, monkeypatch)
+    assert re.search(
+        r"it has waited on w1 for its turn for 0\.\d\d s, as its object is serial: rref\.wait\(\) for w0 has run "
+        r"for \d+\.\d\d s, and 2 calls wait for their turns$",
+        text,
+    ), text
+    assert "threads" not in text
+    made[0].gate.set()
+    waits.result(LONG_S)
+    behind.result(LONG_S)
+
+
+def test_a_timeout_says_that_the_object_is_not_made_yet(
+    nodes: list[farcall.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.clear()
+    actor = nodes[0]["w1"].options(serial=True).create(make_later)
+    try:
+        assert "for its turn" in (text := explained(actor, monkeypatch)), text
+        assert "the object is being made, or serves a batch" in text
+    finally:
+        gate.set()
+    actor.call.note("made")
+
+
 def test_a_cancelled_call_that_waits_does_not_begin(nodes: list[farcall.Node], actor: farcall.RRef[Actor]) -> None:
     waits = actor.start.wait()
     unwanted, wanted = actor.start.note("unwanted"), actor.start.note("wanted")
@@ -172,6 +226,41 @@ def test_a_method_that_waits_for_its_own_object_is_told_at_once(actor: farcall.R
         actor.call.ask_myself()
     assert actor.call.ask_myself_at_ease() == "from within"
     made[0].me = None  # a reference from the object to itself would keep it for good
+
+
+def ask(actor: farcall.RRef[Actor]) -> Iterator[object]:
+    yield actor.call.note("from a stream")
+
+
+def test_a_stream_that_waits_for_its_reader_is_a_circle(nodes: list[farcall.Node], actor: farcall.RRef[Actor]) -> None:
+    actor.call.note("made")
+    future = actor.rpc_async(timeout=LONG_S).take(farcall.outgoing(ask(actor)))
+
+    def troubles() -> list[Trouble]:
+        return find_troubles([node.snapshot() for node in nodes], set())
+
+    wait_until(lambda: bool(troubles()))
+    (trouble,) = troubles()
+    assert trouble.text == "w0 and w1 wait for each other"
+    steps = sorted(re.sub(r"[\d.]+ s|\(thread [^)]*\)", "_", step) for step in trouble.steps)
+    assert steps == [
+        "w0 _ has waited _ for w1 note()",
+        "w1 _ has waited _ for w0 farcall.outgoing()",
+        "which has waited _ for its turn: rref.take() for w0 has the object",
+    ]
+    assert future.cancel()
+    wait_until(lambda: not troubles())
+
+
+def test_a_stream_that_waits_for_its_reader_gives_the_object_back_at_the_timeout(
+    nodes: list[farcall.Node], actor: farcall.RRef[Actor]
+) -> None:
+    """``take`` has the object and waits for an item; to make that, its caller waits for the object."""
+    with pytest.raises(RpcTimeout):
+        actor.rpc_sync(timeout=0.2).take(farcall.outgoing(ask(actor)))
+    assert actor.rpc_sync(timeout=AT_ONCE_S).note("after") == "after"
+    assert made[0].begun == ["from a stream", "after"]
+    wait_until(lambda: not nodes[0]._runtime.calls.snapshot())
 
 
 def test_the_object_that_is_never_made_fails_its_calls(nodes: list[farcall.Node]) -> None:

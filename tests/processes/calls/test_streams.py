@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tests.kit.waiting import wait_until
 
 import farcall
 import farcall.autograd
-from farcall.errors import PeerDead, RpcError, RpcTimeout, SerializationError
+from farcall.errors import Cancelled, PeerDead, RpcError, RpcTimeout, SerializationError
 from farcall.protocol.frames import FAILURE
 from farcall.protocol.streams import WINDOW_BYTES, WINDOW_ITEMS
 from farcall.rpc.call import encode_request
@@ -387,6 +388,45 @@ def test_an_outgoing_stream_that_nobody_reads_is_forgotten_with_its_call(
     with pytest.raises(RpcError, match="start to read it inside the called function"):
         ps.call(read_what_was_kept)
     del SEEN["kept"]
+
+
+def wait_for_gate() -> Iterator[int]:
+    try:
+        assert SEEN["gate"].wait(LONG_S)
+        yield 1
+    finally:
+        SEEN["ended"] = True
+
+
+def total_noted(numbers: Iterable[int]) -> int:
+    try:
+        return sum(numbers)
+    except BaseException as error:
+        SEEN["raised"] = error
+        raise
+
+
+async def total_noted_async(numbers: farcall.Stream[int]) -> int:
+    try:
+        return sum([number async for number in numbers])
+    except BaseException as error:
+        SEEN["raised"] = error
+        raise
+
+
+@pytest.mark.parametrize("function", [total_noted, total_noted_async])
+def test_an_outgoing_stream_ends_when_its_call_times_out(ps: farcall.Worker, function: Any) -> None:
+    """The function waits for an item, and must not go on waiting when nobody wants its result any more."""
+    SEEN["gate"] = threading.Event()
+    try:
+        with pytest.raises(RpcTimeout):
+            ps.options(timeout=0.2).call(function, farcall.outgoing(wait_for_gate()))
+        wait_until(lambda: "raised" in SEEN)
+        assert isinstance(SEEN["raised"], Cancelled | asyncio.CancelledError)
+        assert "ended" not in SEEN  # the generator is inside the user's code, which nobody can interrupt
+    finally:
+        SEEN["gate"].set()
+    wait_until(lambda: SEEN.pop("ended", False))
 
 
 def test_an_outgoing_stream_is_made_no_further_ahead_than_it_is_read(ps: farcall.Worker) -> None:

@@ -170,6 +170,14 @@ def test_each_state_in_words() -> None:
     assert "w1 for a thread for 2.00 s: 16 functions hold the 16 threads" in said(
         ServedCall(1, "w0", "f", QUEUED, 2.0, 0)
     )
+    holder = ServedCall(2, "w2", "g", RUNNING, 3.0, 5)
+    behind = ServedCall(1, "w0", "f", QUEUED, 2.0, 0, holder, waiting=1)
+    assert said(behind) == (
+        "it has waited on w1 for its turn for 2.00 s, as its object is serial: g() for w2 has run for 3.00 s"
+    )
+    assert said(msgspec.structs.replace(behind, behind=ServedCall(2, "w2", "g", QUEUED, 3.0, 0))).endswith(
+        ": g() for w2 has waited for a thread for 3.00 s"
+    )
     assert "waiting there for 2.00 s: w1 is still starting" in said(
         ServedCall(1, "w0", "f", QUEUED, 2.0, 0), worker_state="starting"
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from farcall.observe.observer import NothingToObserve, Observer
@@ -20,6 +22,26 @@ def presence(process_id: int | None = None, start: str | None = None, name: str 
     fields = {"cluster_id": "c", "key": "00", "namespace": pid_namespace(), **changes}
     start = process_start(process_id) if start is None else start
     return Presence(name, 0, fields["cluster_id"], (), fields["key"], process_id, start, fields["namespace"], 1.0)
+
+
+def test_of_several_clusters_each_is_told_with_its_program_process_and_age(tmp_path: Path) -> None:
+    directory = tmp_path / "farcall"
+    now = time.time()
+    one = msgspec.structs.replace(presence(cluster_id="1a"), started_at=now - 7210, program="train.py")
+    two = msgspec.structs.replace(presence(cluster_id="2b"), started_at=now - 45, cluster_name="sweep")
+    # Workers of `farcall.launch` have no program of their own; their driver is the last member.
+    driver = msgspec.structs.replace(two, rank=6, name="driver", program="notes.ipynb")
+    workers = [msgspec.structs.replace(two, rank=rank, name=f"worker{rank}") for rank in range(6)]
+    for node in (one, *workers, driver):
+        PresenceFile(directory, node)
+    with pytest.raises(NothingToObserve) as raised:
+        Observer.find(options=RpcBackendOptions(observing=ObservingOptions(runtime_directory=str(directory))))
+    process = os.getpid()
+    assert str(raised.value).splitlines() == [
+        "several clusters run here: choose one with --cluster and the beginning of its id, or of a worker's name",
+        f"  2b  sweep, notes.ipynb, process {process}, for 45 s: worker0, worker1, worker2, worker3 and 3 more",
+        f"  1a  train.py, process {process}, for 2 h: w0",
+    ]
 
 
 def test_only_its_user_can_read_it(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from farcall.observe.snapshot import (
     WorkerSnapshot,
     function_title,
 )
-from farcall.observe.troubles import find_troubles, still_threads
+from farcall.observe.troubles import find_troubles, long_turns, still_threads
 
 MAIN = 1
 WORKER = 2
@@ -111,6 +111,30 @@ def test_of_circles_that_share_a_part_the_shortest_is_told() -> None:
         "which does not go on (thread thread-3 at app.py:13), perhaps because of what "
         "a (thread thread-2 at app.py:12) holds",
     ]
+
+
+def behind(call_id: int, holder: ServedCall) -> ServedCall:
+    return ServedCall(call_id, "a", "h", QUEUED, 4.0, 0, holder, waiting=2)
+
+
+def test_the_holder_of_a_serial_object_is_waited_for() -> None:
+    """b's method has the object and calls a, where a function waits for another method of the object."""
+    method = serves("a", 1, WORKER)
+    snapshots = [
+        worker("a", [waits("b", 1, MAIN), waits("b", 3, WORKER)], [serves("b", 2, WORKER)]),
+        worker("b", [waits("a", 2, WORKER)], [method, behind(3, method)]),
+    ]
+    (trouble,) = find_troubles(snapshots, set())
+    assert trouble.text == "a and b wait for each other"
+    assert "which has waited 4.0 s for its turn: g() for a has the object" in trouble.steps
+
+
+def test_calls_that_wait_long_for_their_turn_are_named() -> None:
+    method = serves("a", 1, WORKER)
+    snapshots = [worker("b", [], [method, behind(3, method), behind(4, method)])]
+    assert long_turns(snapshots) == ["b: 2 calls wait for g() for a, which has had its serial object for 5.0 s"]
+    quick = ServedCall(3, "a", "h", QUEUED, 0.5, 0, method, waiting=1)
+    assert long_turns([worker("b", [], [method, quick])]) == []
 
 
 def test_coroutines_that_wait_for_each_other() -> None:

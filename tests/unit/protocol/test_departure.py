@@ -436,9 +436,10 @@ def test_a_fresh_count_of_calls_is_told() -> None:
     cluster.feed(2, LocalBusy(5))
     cluster.feed(2, LocalEntered(0))
     cluster.enter(0, 1)
-    cluster.feed(2, LocalBusy(1))
+    cluster.feed(2, LocalBusy(1, "f() for worker1", cluster.now - 3.0))
     cluster.advance(2 * STATUS_INTERVAL_S)
-    assert cluster.asked[1][-1] == LogWaiting((Late("worker2", "still has 1 call or callback under way"),), 0)
+    why = "still has 1 call or callback under way (f() for worker1, for 8 s)"  # reports are up to 5 s old
+    assert cluster.asked[1][-1] == LogWaiting((Late("worker2", why),), 0)
 
 
 def test_a_large_cluster_names_some_and_counts_the_rest() -> None:

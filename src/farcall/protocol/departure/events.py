@@ -28,9 +28,11 @@ class LocalIdle(msgspec.Struct, frozen=True):
 
 
 class LocalBusy(msgspec.Struct, frozen=True):
-    """This node waits for, or serves, ``calls_in_flight`` calls."""
+    """This node waits for, or serves, ``calls_in_flight`` calls; the oldest, in words, since ``oldest_since``."""
 
     calls_in_flight: int
+    oldest: str = ""
+    oldest_since: float = 0.0
 
 
 class PeerGone(msgspec.Struct, frozen=True):

@@ -74,6 +74,7 @@ class Departure:
         self._state = DepartureState.WORKING
         # Busy until the driver says otherwise: if it forgets, the shutdown is late, but no work is lost.
         self._calls_in_flight = 1
+        self._oldest, self._oldest_since = "", 0.0
         self._own_activity = 0
         self._effects: list[Effect] = []
         self._deadline: float | None = None
@@ -162,6 +163,7 @@ class Departure:
             self._calls_in_flight, self._own_activity = 0, event.activity
         else:
             self._calls_in_flight = max(1, event.calls_in_flight)
+            self._oldest, self._oldest_since = event.oldest, event.oldest_since
         self._settle()
 
     def _on_entered(self, event: LocalEntered) -> None:
@@ -406,7 +408,8 @@ class Departure:
         late: list[tuple[int, str]] = []
         more = 0
         if self._state is DepartureState.WAITING and self._calls_in_flight:
-            late.append((self._my_rank, still_busy(self._calls_in_flight)))
+            age_s = self._now - self._oldest_since
+            late.append((self._my_rank, still_busy(self._calls_in_flight, self._oldest, age_s)))
         elif self._state is DepartureState.WAITING and (unnoticed := self._unnoticed()):
             name = self._names.get(min(unnoticed), f"rank {min(unnoticed)}")
             late.append((self._my_rank, f"has not noticed yet that {name} is gone"))
@@ -438,10 +441,11 @@ class Departure:
         return late, status.unnamed_count
 
 
-def still_busy(calls_in_flight: int) -> str:
-    if calls_in_flight == 1:
-        return "still has 1 call or callback under way"
-    return f"still has {calls_in_flight} calls or callbacks under way"
+def still_busy(calls_in_flight: int, oldest: str = "", age_s: float = 0.0) -> str:
+    """Why a member cannot leave, in words."""
+    count = "1 call or callback" if calls_in_flight == 1 else f"{calls_in_flight} calls or callbacks"
+    named = f" ({'' if calls_in_flight == 1 else 'the oldest: '}{oldest}, for {age_s:.0f} s)" if oldest else ""
+    return f"still has {count} under way{named}"
 
 
 _ANYWHERE: Final[dict[type, Callable[[Departure, Any], None]]] = {

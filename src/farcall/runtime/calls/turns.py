@@ -27,16 +27,19 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from farcall.runtime.calls.executor import UNKNOWN_S, Task
+from farcall.runtime.calls.scope import CURRENT, Served
 from farcall.runtime.io.sigint import Gate
 
 
 class _Place:
     """The place of a coroutine or an iterator in the queue; ``tell`` reports that its turn has come."""
 
-    __slots__ = ("tell",)
+    __slots__ = ("served", "tell")
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self.tell: Callable[[], None] = tell  # from any thread; never blocks
+        scope = CURRENT.get()
+        self.served: Served | None = None if scope is None else scope.served  # the request that it belongs to
 
 
 class Turns:
@@ -59,6 +62,20 @@ class Turns:
     def begin(self) -> None:
         """The object has been made, or its making has failed: let the first request run."""
         self._leave(self)
+
+    @property
+    def holder(self) -> Served | None:
+        """The request that has the turn; None: no request has it (it is free, or a batch's, or the object is not made).
+
+        For reports: it may have changed by the time that the caller looks.
+        """
+        found: Served | None = getattr(self._holder, "served", None)
+        return found
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for the turn."""
+        return len(self._waiting)
 
     def _leave(self, holder: object) -> None:
         """End the turn of ``holder``; does nothing if another holder has it by now."""

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from time import monotonic
+from time import monotonic, perf_counter
 
 from farcall.protocol.departure import events
 from farcall.protocol.departure.events import DepartureMessage
 from farcall.protocol.departure.machine import NOT_CALLED, Departure, still_busy
 from farcall.runtime.calls.executor import Executor
-from farcall.runtime.calls.pending import CallTable
+from farcall.runtime.calls.pending import CallTable, name_of
 from farcall.runtime.calls.serving import Server
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.sigint import Gate
@@ -30,6 +30,8 @@ logger: logging.Logger = logging.getLogger("farcall")
 POKE_DELAY_S = 0.005
 BUSY_S = 1.0
 """How long a node that leaves alone waits for a moment in which nobody calls it."""
+
+HINT = "; `farcall stacks` shows where"
 
 LocalState = Callable[[], tuple[int, int]]
 """(calls in flight and callbacks running here, activity counter), consistent with each other."""
@@ -64,6 +66,19 @@ class Work:
     def _count_unsettled(self) -> int:
         return sum(count() for count in self._unsettled)
 
+    def oldest(self) -> tuple[str, float]:
+        """The oldest call under way in words, and when it began; an empty string if there is none.
+
+        A served one, if there is one: a call of this node is under way at another member, too, which names it.
+        """
+        for request in self._server.active:
+            began = request.started_at or request.queued_at or perf_counter()
+            name = f"{request.function_name}()" if request.function_name else "a call"
+            return f"{name} for {request.peer.info.name}", monotonic() - (perf_counter() - began)
+        for call in self._calls.snapshot():
+            return f"{name_of(call.what)}() on {call.peer.info.name}", call.started_at
+        return "", 0.0
+
     def under_way(self) -> list[object]:
         """The unfinished calls that this node made or serves."""
         return [*self._calls.snapshot(), *self._server.active]
@@ -78,21 +93,24 @@ class Leaving:
         names: Mapping[int, str],
         loop: Loop,
         local_state: LocalState,
+        oldest: Callable[[], tuple[str, float]],
         *,
         send: Callable[[int, DepartureMessage], None],
         neighbours: Callable[[], Collection[int]],
     ) -> None:
-        """``neighbours`` returns the ranks that this node has standing links to."""
+        """``oldest``: see `Work`. ``neighbours`` returns the ranks that this node has standing links to."""
         # Mutable: the machine, the successors of dead members, what the machine last heard, and the result.
         self._name = names[rank]
         self._machine = Departure(rank, names, neighbours)
         self._loop = loop
         self._timer = loop.timer(self._look)
         self._local_state = local_state
+        self._oldest = oldest
         self._send = send
         self._late_comers: dict[int, int] = {}  # rank -> the incarnation that took the place of a dead member
-        self._told: tuple[int, int] | None = None
+        self._told: tuple[int, int, str] | None = None
         self._said_serving = False
+        self._waits = 0
         self._done = Gate()
         self.entered = False
         self.late: tuple[str, ...] = ()
@@ -162,12 +180,13 @@ class Leaving:
             self._timer.at(deadline)
 
     def _tell_local(self, now: float) -> None:
-        state = self._local_state()
+        in_flight, activity = self._local_state()
+        oldest, since = self._oldest() if in_flight else ("", 0.0)
+        state = in_flight, activity, oldest
         if state == self._told:
             return
         self._told = state
-        in_flight, activity = state
-        event = events.LocalBusy(in_flight) if in_flight else events.LocalIdle(activity)
+        event = events.LocalBusy(in_flight, oldest, since) if in_flight else events.LocalIdle(activity)
         self._carry_out(self._machine.handle(event, now))
 
     def _carry_out(self, effects: list[events.Effect]) -> None:
@@ -181,7 +200,9 @@ class Leaving:
                     # No warning while some members have not called shutdown(): a worker that only serves calls it at
                     # once, and waits there for the others to finish.
                     if all(one.why != NOT_CALLED for one in late):
-                        logger.warning("%s: shutdown waits: %s", self._name, _named(late, more))
+                        self._waits += 1
+                        if self._waits & (self._waits - 1) == 0:  # after 5 s, 10 s, 20 s and so on
+                            logger.warning("%s: shutdown waits: %s%s", self._name, _named(late, more), HINT)
                     elif not self._said_serving:
                         self._said_serving = True
                         logger.info("%s serves in shutdown(): %s", self._name, _named(late, more))
@@ -196,12 +217,18 @@ class Withdrawing:
     """The leaving of a node from a group whose other members stay."""
 
     def __init__(
-        self, name: str, loop: Loop, local_state: LocalState, under_way: Callable[[], Sequence[object]]
+        self,
+        name: str,
+        loop: Loop,
+        local_state: LocalState,
+        oldest: Callable[[], tuple[str, float]],
+        under_way: Callable[[], Sequence[object]],
     ) -> None:
-        """``under_way`` returns the unfinished calls that this node made or serves."""
+        """``oldest`` and ``under_way``: see `Work`."""
         self._name = name
         self._timer = loop.timer(self._look)
         self._local_state = local_state
+        self._oldest = oldest
         self._under_way = under_way
         self._done = Gate()
         self._aborted = False
@@ -227,7 +254,8 @@ class Withdrawing:
                 break
             if now >= deadline:
                 self.late_names = (self._name,)
-                return (f"{self._name} {still_busy(in_flight)}",)
+                oldest, since = self._oldest()
+                return (f"{self._name} {still_busy(in_flight, oldest, now - since)}",)
         return ()
 
     def poke(self) -> None:

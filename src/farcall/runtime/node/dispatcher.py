@@ -78,6 +78,7 @@ class Dispatcher:
         self._admission = admission
         self._max_queued = admission.limit
         self._pending = calls.pending
+        self._claim = calls.claim
         self._server = server
         self._unanswered = server.unanswered
         self._leaving = leaving
@@ -167,9 +168,9 @@ class Dispatcher:
             else:
                 handle(peer, frame)
             return
-        # `CallTable.claim`, inlined. A call is answered by its callee alone: ids are easy to guess.
+        # A call is answered by its callee alone: ids are easy to guess. By `claim`, where a traced call ends its span.
         call = self._pending.get(frame.call_id)
-        if call is None or call.peer is not peer or self._pending.pop(frame.call_id, None) is None:
+        if call is None or call.peer is not peer or self._claim(frame.call_id) is None:
             # The answer is late: the call has ended.
             decline(frame, peer)
             discard(frame.payload, peer)

@@ -185,12 +185,13 @@ class Runtime:
     def _way_out(self) -> Leaving | Withdrawing:
         work = Work(self.calls, self.server, self.executor, self.hooks.unsettled)
         if not self.is_static:
-            return Withdrawing(self.info.name, self.loop, work.state, work.under_way)
+            return Withdrawing(self.info.name, self.loop, work.state, work.oldest, work.under_way)
         return Leaving(
             self.info.id,
             {member.rank: member.name for member in self.membership.members},
             self.loop,
             work.state,
+            work.oldest,
             send=self._tell,
             neighbours=lambda: self.links.peers.neighbours(),
         )

@@ -6,9 +6,11 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 from farcall.runtime.calls.executor import UNKNOWN_S, Task
+from farcall.runtime.calls.scope import CURRENT
 from farcall.runtime.calls.turns import Turns
 
 
@@ -77,6 +79,30 @@ def test_requests_that_come_while_one_runs_wait() -> None:
     turns.run(False)
     run_all(submitted)
     assert log == ["a", "end of a", "b"]
+
+
+def test_the_holder_of_the_turn_is_known() -> None:
+    turns, _, log = a_mailbox()
+    request: Any = SimpleNamespace()
+    request.served = request
+    holders: list[object] = []
+
+    def count() -> Any:
+        holders.append(turns.holder)
+        yield 1
+
+    outer = CURRENT.set(request)
+    try:
+        items = turns.items(count(), nullcontext)
+        turns.begin()
+        assert turns.holder is None
+        assert list(items) == [1]
+        assert holders == [request]
+        assert turns.enter(Call(log, "a call"))
+        assert not turns.enter(Call(log, "another"))
+        assert turns.waiting == 1
+    finally:
+        CURRENT.reset(outer)
 
 
 def test_an_end_drops_all_that_wait_without_recursion() -> None:

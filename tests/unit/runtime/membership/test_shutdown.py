@@ -7,11 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import pytest
 from tests.kit.clock import Clock
 from tests.kit.waiting import PATIENCE_S
 
 from farcall.ids import WorkerInfo
 from farcall.protocol.departure.events import DepartureMessage
+from farcall.protocol.departure.machine import STATUS_INTERVAL_S
 from farcall.protocol.messages import DepartureProbe, DepartureReleased, DepartureReport
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.membership.shutdown import Leaving
@@ -46,6 +48,7 @@ class Leaver:
         self.loop = StillLoop()
         self.in_flight = in_flight
         self.activity = 7
+        self.oldest = "a call for w1"
         self.other = OTHER
         self.sent: list[tuple[int, DepartureMessage]] = []
         self.leaving = Leaving(
@@ -53,6 +56,7 @@ class Leaver:
             {0: "w0", 1: "w1"},
             self.loop,  # type: ignore[arg-type]
             lambda: (self.in_flight, self.activity),
+            lambda: (self.oldest, time.monotonic() - 3.0),
             send=lambda rank, message: self.sent.append((rank, message)),
             neighbours=lambda: [1],
         )
@@ -122,6 +126,7 @@ def test_poke_costs_nothing_while_nobody_leaves() -> None:
         {0: "w0"},
         loop,  # type: ignore[arg-type]
         lambda: (0, 0),
+        lambda: ("", 0.0),
         send=lambda rank, message: None,
         neighbours=list,
     )
@@ -142,6 +147,21 @@ def test_timeout_says_who_is_late_and_why() -> None:
         leaver.loop.clock.turn_to(leaver.loop.clock.due)
     assert leaver.finished() == ("w1 has not called shutdown",)
     assert leaver.leaving.late_names == ("w1",)
+
+
+def test_a_long_wait_is_told_ever_less_often_with_the_oldest_call(caplog: pytest.LogCaptureFixture) -> None:
+    leaver = Leaver(in_flight=2)
+    leaver.other_is_ready(0)
+    began = leaver.loop.clock.due - STATUS_INTERVAL_S
+    leaver.oldest = "step() for w1"  # its function had not begun at the last look
+    for _ in range(16):
+        leaver.loop.clock.turn_to(leaver.loop.clock.due)
+    told = "w0: shutdown waits: w0 still has 2 calls or callbacks under way (the oldest: step() for w1, for "
+    assert [text.startswith(told) for text in caplog.messages] == [True] * 5  # of 16
+    assert caplog.messages[0].endswith("for 8 s); `farcall stacks` shows where")
+    assert leaver.loop.clock.due - began == pytest.approx(17 * STATUS_INTERVAL_S, abs=1.0)
+    leaver.leaving.abort()
+    leaver.finished()
 
 
 def test_new_work_between_the_looks_starts_another_round() -> None:
