@@ -32,7 +32,7 @@ from farcall.protocol.notes import REFUSABLE, Inherited, write_notes
 from farcall.protocol.references.messages import Fork
 from farcall.runtime.calls.executor import Executor
 from farcall.runtime.calls.scope import CURRENT, Served, inherit
-from farcall.runtime.io.reader import in_event_loop, reading, stop_reading
+from farcall.runtime.io.reader import in_event_loop, is_interrupted, reading, stop_reading
 from farcall.runtime.io.sigint import SLICE_S, Gate
 from farcall.runtime.io.timers import NEVER, Callback, Timer
 from farcall.runtime.observing import event_log
@@ -252,7 +252,7 @@ class CallTable:
         the arguments, above all forks of references, are sent with the frame or withdrawn.
         """
         peer = call.peer
-        if reading.interrupted:
+        if reading.interrupted is not None and is_interrupted():
             self.send(call, frame)  # the destructor's effect is wanted, and nobody can wait for an answer here
             stop_reading()  # raises
         profile = call.profile

@@ -93,10 +93,11 @@ class _Reading(threading.local):
     """What the calling thread reads: one link, or, as the I/O thread of a loop, all links without another reader.
 
     ``watch`` is over the function that the thread runs meanwhile; ``idle_watch`` is the same object, to be used again.
-    ``interrupted``: a garbage collection runs on this thread, amid farcall's own code.
+    ``interrupted``: a garbage collection has begun on this thread amid farcall's own code, after the one that ended with
+    this object; whether it still runs, `is_interrupted` says.
     """
 
-    interrupted: bool = False
+    interrupted: object = None
     link: Readable | None = None
     watch: Watch | None = None
     idle_watch: Watch | None = None
@@ -108,6 +109,10 @@ _INTERRUPTIBLE = ("farcall.api", "farcall.node", "farcall.rpc.call", "farcall.rp
 """Modules through which a call passes without a lock, and before it is a reader."""
 
 
+_collections: dict[str, object] = {"stop": object()}
+"""How the last garbage collection began and ended. Filled by C code, which no Ctrl-C can cut."""
+
+
 def _on_collection(
     phase: str,
     info: object,
@@ -116,21 +121,25 @@ def _on_collection(
     frame_of: Callable[[int], FrameType] = sys._getframe,
     library: frozenset[str] = sys.stdlib_module_names,
     interruptible: tuple[str, ...] = _INTERRUPTIBLE,
+    collections: dict[str, object] = _collections,
 ) -> None:
     """Note whether a collection that begins on this thread interrupts farcall, called by the program or by a thread."""
-    here.interrupted = False
-    frame = frame_of(0).f_back if phase == "start" else None
+    if phase != "start":
+        return
+    here.interrupted = None
+    frame = frame_of(0).f_back
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         package = module.partition(".")[0]
         if package == "farcall" and not module.startswith(interruptible):
-            here.interrupted = True
+            here.interrupted = collections["stop"]
             return
         if package != "farcall" and package not in library:
             return  # the program's own code
         frame = frame.f_back
 
 
+gc.callbacks.append(_collections.__setitem__)
 gc.callbacks.append(_on_collection)
 
 
@@ -143,12 +152,20 @@ def in_event_loop() -> bool:
     return True
 
 
+def is_interrupted() -> bool:
+    """Does a garbage collection run on this thread, amid farcall's own code? The caller is in a destructor, then."""
+    if reading.interrupted is _collections["stop"]:
+        return True
+    reading.interrupted = None  # that collection is over
+    return False
+
+
 def stop_reading() -> None:
     """To be called by a thread about to block: if it is a reader, another thread must read on.
 
     Raises ``RpcError`` in a destructor that interrupts farcall itself.
     """
-    if reading.interrupted:
+    if reading.interrupted is not None and is_interrupted():
         raise RpcError(
             "a destructor cannot wait for another worker here: the garbage collection that runs it interrupts farcall "
             "itself. Its call is made, but nobody gets the answer: use rpc_async in destructors"

@@ -33,7 +33,7 @@ from farcall.protocol.frames import HEADER, MAX_SLOTS, REQUEST, Piece
 from farcall.protocol.session import Kept, Session, Unkept
 from farcall.runtime.io import sigint
 from farcall.runtime.io.loop import Loop
-from farcall.runtime.io.reader import reading, stop_reading
+from farcall.runtime.io.reader import is_interrupted, stop_reading
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.resend import NOBODYS, nothing_instead
 from farcall.runtime.link.send_queue import SendQueue, bounded
@@ -164,7 +164,7 @@ class Outgoing:
 
         ``instead`` gives the frames to send if the message is lost later; None: the message itself is sent again.
         """
-        if reading.interrupted:
+        if is_interrupted():
             stop_reading()  # raises: this thread may hold the write lock
         sigint.enter()  # Ctrl-C comes through only while this thread waits, and between chunks
         try:

@@ -185,3 +185,17 @@ def test_a_destructor_may_wait_unless_it_interrupts_farcall(interrupted: str) ->
     (end,) = ends
     assert isinstance(end, RpcError) is (interrupted != "program")
     stop_reading()  # afterwards everybody may
+
+
+def test_a_collection_whose_end_was_not_noticed_is_over() -> None:
+    """Ctrl-C may cut every Python function that is told of the end."""
+    reading.interrupted = reader._collections["stop"]
+    with pytest.raises(RpcError, match="use rpc_async in destructors"):
+        stop_reading()
+    gc.callbacks.remove(reader._on_collection)
+    try:
+        gc.collect()
+    finally:
+        gc.callbacks.append(reader._on_collection)
+    stop_reading()
+    assert reading.interrupted is None
