@@ -93,8 +93,8 @@ class _Reading(threading.local):
     """What the calling thread reads: one link, or, as the I/O thread of a loop, all links without another reader.
 
     ``watch`` is over the function that the thread runs meanwhile; ``idle_watch`` is the same object, to be used again.
-    ``interrupted``: a garbage collection has begun on this thread amid farcall's own code, after the one that ended with
-    this object; whether it still runs, `is_interrupted` says.
+    ``interrupted``: a garbage collection has begun on this thread, amid farcall's own code. It is the mark of the last
+    one that had ended before; `is_interrupted` says whether this one still runs.
     """
 
     interrupted: object = None
