@@ -96,7 +96,7 @@ def method_request(
         known = _known[name] = (MethodName(name), _PATH + name.encode())
     what, function = known
     ref = rref._fork.ref
-    peer = rref._references.peer(rref._fork)
+    peer = rref._references.peer(rref)
     frame = Frame(REQUEST, 0, 0, function)
     if rref._serial:
         frame.serial = ref

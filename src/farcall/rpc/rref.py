@@ -193,7 +193,7 @@ class RRef(Generic[T]):
 
     def _question(self, function: bytes, *more: object) -> tuple[Peer, Frame]:
         """Return the owner, and the request for a function of `owned_values.py` on the value."""
-        ref, peer = self._fork.ref, self._references.peer(self._fork)
+        ref, peer = self._fork.ref, self._references.peer(self)
         return peer, plain_request(peer, function, pickle.dumps(((ref.created_on, ref.local_id, *more), None), 5))
 
     def to_here(self, timeout: float | None = UNSET_TIMEOUT) -> T:
