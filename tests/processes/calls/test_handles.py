@@ -160,6 +160,24 @@ def test_gather_gives_results_in_order_and_the_first_error_at_once(ps: farcall.W
         Gate.open(f"gathered {index}")
 
 
+class Scale:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def times(self, x: int) -> int:
+        return self.factor * x
+
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
+def test_a_call_through_a_reference_takes_a_method_as_a_start_does_or_calls_the_value(ps: farcall.Worker) -> None:
+    scale: Any = ps.create(Scale, 3)
+    assert scale.call(Scale.times, 2) == scale.start(Scale.times, 2).result() == scale.call.times(2) == 6
+    assert scale.call(x=4) == scale.call(4) == scale.call.__call__(4) == scale.rpc_sync().__call__(4) == 4
+    assert scale.call(add) is add  # a function, and no method: an argument
+
+
 def numbers() -> Iterator[int]:
     yield 1
 
@@ -173,8 +191,13 @@ def test_a_newcomers_mistakes_are_told_with_the_right_way(ps: farcall.Worker) ->
         wrong.as_completed([3])
     with pytest.raises(TypeError, match=r"not one str: workers=\[...\]"):
         wrong.map(add, [1], workers="w1")
-    with pytest.raises(AttributeError, match=r"no attribute 'imag'; a method of its value is called by rref.call.imag"):
-        assert ps.create(add, 1, 2).imag  # type: ignore[attr-defined]
+    scale: Any = ps.create(Scale, 3)
+    told = r"no attribute 'factor'; a method .* is called by rref.call.factor\(...\), an attribute read by rref.to_here"
+    with pytest.raises(AttributeError, match=told):
+        assert scale.factor
+    told = r"'factor' of a value of type Scale is no method: read it by rref.to_here\(\).factor, or in a function"
+    with pytest.raises(TypeError, match=told):
+        scale.call.factor()
     with pytest.raises(NotPicklable, match=r"read as a stream: farcall.worker\(name\).stream"):
         ps.call(numbers)
     with pytest.raises(NotPicklable, match=r"travel as a stream: farcall.outgoing"):
