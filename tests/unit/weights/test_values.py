@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from farcall.errors import NotAllowed
+from farcall.errors import NotAllowed, NotPicklable
 from farcall.protocol.weights.messages import Claim, Key
 from farcall.serialize import Allowance, restrict
 from farcall.weights.layout import take_apart
@@ -60,3 +61,9 @@ def test_nothing_is_read_before_it_is_asked_for() -> None:
     assert MADE == []
     assert isinstance(held.nested([])["config"], Config)
     assert MADE == ["made"]
+
+
+def test_one_that_cannot_be_pickled_is_named_by_its_path() -> None:
+    leaves = take_apart({"step": 3, "a": {"b": threading.Lock()}, "t": torch.ones(1)})
+    with pytest.raises(NotPicklable, match=r"^cannot publish a\.b: cannot send the value, a _thread\.lock: TypeError"):
+        _encode_values(leaves)
