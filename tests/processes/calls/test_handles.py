@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -307,8 +308,15 @@ def test_map_keeps_the_order_and_takes_items_as_workers_become_free(nodes: list[
     assert len(taken) < 50
     results.close()
     assert sorted(farcall.map(doubled_here, range(50), workers=workers, ordered=False)) == list(range(0, 100, 2))
-    with pytest.raises(ValueError, match="as you wish"):
-        list(farcall.map(fail_with, range(3), workers=workers))
+
+
+@pytest.mark.parametrize("wrong", [3, threading.Lock()], ids=["the function raises", "it cannot be sent"])
+def test_the_error_of_a_map_names_its_item_and_worker(nodes: list[farcall.Node], wrong: Any) -> None:
+    workers = [nodes[0]["w1"], nodes[0]["w2"]]
+    with pytest.raises(Exception, match=r"as you wish: 3|cannot send args\[0\]") as caught:
+        list(farcall.map(fail_with_three, [0, 1, wrong], workers=workers, in_flight=1))
+    assert len(caught.value.__notes__) == 1
+    assert re.fullmatch(r"item 2 of map \(the first is 0\), on w[12]", caught.value.__notes__[0])
 
 
 def test_map_shows_how_far_it_is(nodes: list[farcall.Node], capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,8 +340,10 @@ def doubled_here(x: int) -> int:
     return 2 * x
 
 
-def fail_with(x: int) -> int:
-    raise ValueError(f"as you wish: {x}")
+def fail_with_three(x: int) -> int:
+    if x == 3:
+        raise ValueError(f"as you wish: {x}")
+    return x
 
 
 def test_map_does_the_items_of_a_dead_worker_elsewhere() -> None:
