@@ -186,9 +186,9 @@ def numbers() -> Iterator[int]:
 def test_a_newcomers_mistakes_are_told_with_the_right_way(ps: farcall.Worker) -> None:
     wrong: Any = farcall
     future = ps.start(add, 1, 2)
-    with pytest.raises(TypeError, match=r"not a list: write gather\(\*futures\)"):
+    with pytest.raises(TypeError, match=r"not list: write gather\(\*futures\)"):
         wrong.gather([future])
-    with pytest.raises(TypeError, match="as_completed takes futures of farcall, not a int"):
+    with pytest.raises(TypeError, match="as_completed takes futures of farcall, not int"):
         wrong.as_completed([3])
     with pytest.raises(TypeError, match=r"not one str: workers=\[...\]"):
         wrong.map(add, [1], workers="w1")
