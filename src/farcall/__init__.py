@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from farcall.imports import gc_paused
 
 if TYPE_CHECKING:
-    from farcall import autograd, debug, errors, nn, optim
+    from farcall import autograd, compat, debug, errors, nn, optim, torchscript
     from farcall.api import _delete_all_user_and_unforked_owner_rrefs as _delete_all_user_and_unforked_owner_rrefs
     from farcall.api import _rref_context_get_debug_info as _rref_context_get_debug_info
     from farcall.api import _set_rpc_timeout as _set_rpc_timeout
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {
-    "farcall": "autograd debug errors nn optim",
+    "farcall": "autograd compat debug errors nn optim torchscript",
     "farcall.api": """
         _delete_all_user_and_unforked_owner_rrefs _rref_context_get_debug_info _set_rpc_timeout
         _use_rpc_pickler all_gather allow barrier get_rpc_timeout get_worker_info init_rpc member_events
@@ -88,7 +88,7 @@ _NAMES = {
 }
 """The public names, and those that programs for torch use, by the module that each comes from."""
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
-_MODULES = ("autograd", "debug", "errors", "functions", "nn", "optim")
+_MODULES = (*_NAMES["farcall"].split(), "functions")
 
 __all__ = [
     "Cluster",
@@ -115,6 +115,7 @@ __all__ = [
     "autograd",
     "barrier",
     "batched",
+    "compat",
     "current_call",
     "debug",
     "errors",
@@ -143,6 +144,7 @@ __all__ = [
     "shutdown",
     "subscribe",
     "subscribe_parts",
+    "torchscript",
     "wait_all",
     "worker",
 ]

@@ -75,7 +75,7 @@ class Node:
         options: RpcBackendOptions | None = None,
     ) -> None:
         if options is not None and not isinstance(options, RpcBackendOptions):
-            raise TypeError(f"the options must be a farcall.RpcBackendOptions, not a {type(options).__name__}")
+            raise TypeError(f"the options must be a farcall.RpcBackendOptions, not {type(options).__name__}")
         self._lifecycle = Lifecycle(check_worker_name(name))
         self._rank = rank
         self._world_size = world_size

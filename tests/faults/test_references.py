@@ -141,6 +141,7 @@ def outlive_an_owner(rank: int) -> list[float]:
     for thread in threads:
         thread.join(LONG_S)
     assert len(raised) == len(uses), raised
+    assert all("create it again" in str(error) or "RRef creation" in str(error) for error in raised), raised
     # And afterwards: here, at others, when made, when sent.
     for use in (
         *uses,

@@ -108,7 +108,7 @@ def test_what_can_be_imported_goes_by_name(monkeypatch: pytest.MonkeyPatch) -> N
         if file is not None:
             main.__file__ = file
         monkeypatch.setitem(sys.modules, "__main__", main)
-        assert code.is_of_session("__main__") is is_of_session
+        assert code.is_of_session("__main__", "scale") is is_of_session
 
 
 def test_a_worker_without_the_library_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,55 @@ def test_exit_without_shutdown(tmp_path: Path) -> None:
             sys.exit(any(child.exitcode for child in children))
     """
     assert run(tmp_path, program) == []
+
+
+def test_a_shutdown_tells_once_of_one_that_died_in_it(tmp_path: Path) -> None:
+    """It had come to the shutdown, as servers do at once, and died there."""
+    program = """
+        def die():
+            os._exit(3)
+
+        def work(rank, size):
+            logging.getLogger("farcall").addHandler(handler := Handler())
+            rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
+            if rank == 0:
+                while len(next(iter(rpc.api._all_gather_sequence_id_to_states.values()), Nobody).gathered_objects) < 2:
+                    time.sleep(0.01)
+                try:
+                    rpc_sync("worker2", die)
+                except RuntimeError:
+                    pass
+            try:
+                rpc.shutdown()
+                say(f"worker{rank} left")
+            except RuntimeError as error:
+                say(f"worker{rank}", type(error).__name__, error)
+            assert handler.tracebacks == 0
+
+        class Nobody:
+            gathered_objects = ()
+
+        class Handler(logging.Handler):
+            tracebacks = 0
+
+            def emit(self, record):
+                self.tracebacks += record.exc_info is not None
+
+        if __name__ == "__main__":
+            context = multiprocessing.get_context("spawn")
+            workers = [context.Process(target=work, args=(rank, 3)) for rank in range(3)]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+            say("codes", [worker.exitcode for worker in workers])
+    """
+    told = "shutdown: lost worker2 in _all_gather; shutdown(graceful=False) leaves without the dead"
+    assert run(tmp_path, "import logging, time\n" + textwrap.dedent(program)) == [
+        "codes [0, 0, 3]",
+        f"worker0 PeerDead {told}",
+        "worker1 left",
+    ]
 
 
 def test_a_death_does_not_make_a_server_leave_the_others_alone(tmp_path: Path) -> None:

@@ -379,7 +379,7 @@ def test_members_without_a_transport_in_common() -> None:
 
 
 def test_options_of_another_kind() -> None:
-    with pytest.raises(TypeError, match=r"farcall\.RpcBackendOptions, not a dict"):
+    with pytest.raises(TypeError, match=r"farcall\.RpcBackendOptions, not dict"):
         farcall.init_rpc("w0", rank=0, world_size=1, rpc_backend_options={})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="write rank=0"):
         farcall.init_rpc("w0", 0, 1)

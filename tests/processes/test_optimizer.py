@@ -109,6 +109,27 @@ def test_groups_and_an_untouched_grad() -> None:
     run_cluster(2, groups_and_grad)
 
 
+def no_gradients(rank: int) -> None:
+    if rank:
+        return
+    layers = [farcall.remote(f"w{1 + number}", Layer, (number,)) for number in range(2)]
+    for owners in (layers[:1], layers):
+        rrefs = [rref for layer in owners for rref in layer.rpc_sync().parameters()]
+        optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.1)
+        layers[0].rpc_sync().forward(torch.eye(3)).sum().backward()  # outside of a context: it ends here
+        with autograd.context() as context_id:
+            with pytest.warns(
+                UserWarning, match="changed nothing: no parameter has a gradient in this context"
+            ) as told:
+                optimizer.step(context_id)
+            assert [warning.filename for warning in told] == [__file__]
+            optimizer.step(context_id)  # once: warnings are errors in tests
+
+
+def test_a_step_that_finds_no_gradient_at_all_says_so_once() -> None:
+    run_cluster(3, no_gradients)
+
+
 class Failing(torch.optim.Optimizer):
     """Fails where, and as, it is told."""
 

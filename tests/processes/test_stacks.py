@@ -256,7 +256,7 @@ def queued_explained(rank: int, done: str) -> str:
 def test_a_timeout_says_that_the_pool_was_exhausted(tmp_path: Path) -> None:
     text = run_cluster(2, queued_explained, str(tmp_path / "done"), num_worker_threads=1)[0]
     assert "it has been waiting on w1 for a thread for " in text
-    assert "1 functions hold the 1 threads there" in text
+    assert "Functions on the 1 threads there: 1; calls that wait: " in text
 
 
 def stopped_callee(rank: int) -> tuple[str, float]:

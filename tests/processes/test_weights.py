@@ -473,7 +473,7 @@ def test_names_and_values_that_cannot_be(nodes: list[farcall.Node]) -> None:
             nodes[0].publish(wrong, {})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least 1"):
         nodes[0].publish("name", {}, keep=0)
-    with pytest.raises(TypeError, match="not a int"):
+    with pytest.raises(TypeError, match="not int"):
         nodes[0].publish("wrong", 7).push()
     with pytest.raises(TypeError, match="neither a text nor a number"):
         nodes[0].publish("wrong", {None: torch.ones(1)}).push()

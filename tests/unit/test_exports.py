@@ -12,6 +12,7 @@ import pytest
 
 import farcall
 
+ROOT = Path(__file__).parents[2]
 PUBLIC = [
     "Cluster",
     "CurrentCall",
@@ -37,6 +38,7 @@ PUBLIC = [
     "autograd",
     "barrier",
     "batched",
+    "compat",
     "current_call",
     "debug",
     "errors",
@@ -65,6 +67,7 @@ PUBLIC = [
     "shutdown",
     "subscribe",
     "subscribe_parts",
+    "torchscript",
     "wait_all",
     "worker",
 ]
@@ -97,7 +100,7 @@ OF_NODE = [
     "subscribe",
     "workers",
 ]
-MODULES = ("autograd", "debug", "errors", "functions", "nn", "optim")
+MODULES = ("autograd", "compat", "debug", "errors", "functions", "nn", "optim", "torchscript")
 
 
 def test_the_names() -> None:
@@ -112,9 +115,18 @@ def test_each_can_be_had(name: str) -> None:
     assert isinstance(found, ModuleType) if name in MODULES else callable(found)
 
 
+def test_calls_on_pages_need_no_other_import() -> None:
+    """A page that writes `farcall.compat.install()` is followed by `import farcall` alone."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    called = {name for page in pages for name in re.findall(r"`(farcall(?:\.\w+)+)\(", page.read_text())}
+    assert "farcall.compat.install" in called
+    program = f"import farcall\nfor name in {sorted(called)}:\n    eval(name)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_a_node_shows_what_is_documented_of_it() -> None:
     assert [name for name in dir(farcall.Node) if not name.startswith("_")] == OF_NODE
-    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    page = (ROOT / "docs" / "api.md").read_text()
     listed = re.search(r"::: farcall\.node\.Node\n    options:\n      members: \[([^]]*)\]", page)
     assert listed is not None
     assert sorted(name.strip() for name in listed[1].split(",")) == OF_NODE
@@ -137,5 +149,5 @@ def test_the_version_is_one_that_tools_can_order() -> None:
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_each_is_documented(name: str) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    page = (ROOT / "docs" / "api.md").read_text()
     assert re.search(rf"(^::: farcall\..*\b{name}$)|`farcall\.{name}`", page, re.MULTILINE), "enter it in docs/api.md"

@@ -320,8 +320,8 @@ def explanation(worker: str, data: bytes, asked_s: float) -> str:
         return text + (f", and {served.waiting} calls wait for their turns" if served.waiting > 1 else "")
     if served.state == QUEUED:
         return (
-            f"it has been waiting on {worker} for a thread for {served.for_s:.2f} s: {pool.busy - pool.parked} "
-            f"functions hold the {pool.size} threads there, and {pool.queued} calls wait (num_worker_threads)"
+            f"it has been waiting on {worker} for a thread for {served.for_s:.2f} s (num_worker_threads). "
+            f"Functions on the {pool.size} threads there: {pool.busy - pool.parked}; calls that wait: {pool.queued}"
         )
     if served.state == LATER:
         return (

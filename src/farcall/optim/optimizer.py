@@ -9,6 +9,7 @@ Invariant: one optimizer of a node steps at a time, since they may share paramet
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -56,33 +57,41 @@ class DistributedOptimizer:
             )
             for owner, groups in by_owner.items()
         }
+        self._warned = False
         self._locals: list[RRef[_LocalOptimizer]] = _wait_for_all(futures, "the optimizer could not be made")
 
     def step(self, context_id: int) -> None:
         """Step every worker's optimizer with the gradients of a context; returns when all have done so.
 
-        Parameters without a gradient in the context stay as they are. If workers fail, the first error is raised; its
-        notes name all workers that failed, and the others have stepped.
+        Parameters without a gradient in the context stay as they are; if none has one, a warning says so, once. If
+        workers fail, the first error is raised; its notes name all workers that failed, and the others have stepped.
         """
         self._node.part(Recorder).contexts.retrieve(context_id)
         inside = RECORDING.get()
         RECORDING.set(None)  # the calls that step are no part of the graph
         try:
-            self._step(context_id)
+            had_gradients = self._step(context_id)
         finally:
             RECORDING.set(inside)
+        if not had_gradients and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "optimizer.step changed nothing: no parameter has a gradient in this context. Make the calls, and "
+                "backward(context_id, [loss]), inside the context; loss.backward() does not reach other workers",
+                stacklevel=2,
+            )
 
-    def _step(self, context_id: int) -> None:
+    def _step(self, context_id: int) -> bool:
+        """Step; return whether any parameter had a gradient."""
         if len(self._locals) == 1:
             (local,) = self._locals
             try:
-                local.rpc_sync().step(context_id)  # quicker than a future
+                return local.rpc_sync().step(context_id)  # quicker than a future
             except Exception as error:
                 _note_failures({local.owner(): error}, 1, "the optimizer could not step")
                 raise
-            return
         futures = {local.owner(): local.rpc_async().step(context_id) for local in self._locals}
-        _wait_for_all(futures, "the optimizer could not step")
+        return any(_wait_for_all(futures, "the optimizer could not step"))
 
 
 def _groups_by_owner(parameters: Iterable[RRef[torch.Tensor] | Mapping[str, Any]]) -> dict[WorkerInfo, list[Group]]:
@@ -150,7 +159,8 @@ class _LocalOptimizer:
         self._optimizer = optimizer
         self._parameters = parameters
 
-    def step(self, context_id: int) -> None:
+    def step(self, context_id: int) -> bool:
+        """Step; return whether any parameter had a gradient."""
         recorder = self._node.part(Recorder)
         # A worker whose parameters took no part in the loss may not know the context.
         context = recorder.contexts.find(context_id)
@@ -164,6 +174,7 @@ class _LocalOptimizer:
             finally:
                 for parameter, gradient in zip(self._parameters, kept, strict=True):
                     parameter.grad = gradient
+        return any(parameter in gradients for parameter in self._parameters)
 
 
 def _make_local(

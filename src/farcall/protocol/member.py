@@ -14,6 +14,8 @@ import msgspec
 from farcall.ids import MAX_NAME_CHARACTERS
 
 MAX_ADDRESSES: Final = 16
+PROCESS_ENDED: Final = "its process has ended (its own output may say why)"
+"""The reason of a death, for users, if nobody listens at the member's addresses any more. Logs name the addresses."""
 
 Incarnation: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Trust: TypeAlias = Literal["code", "calls", "data"]

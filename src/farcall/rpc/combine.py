@@ -176,7 +176,7 @@ def _check_futures(name: str, given: Iterable[object]) -> None:
     for one in given:
         if not isinstance(one, Outcome):
             hint = f": write {name}(*futures)" if isinstance(one, list | tuple) else ""
-            raise TypeError(f"{name} takes futures of farcall, not a {type(one).__name__}{hint}")
+            raise TypeError(f"{name} takes futures of farcall, not {type(one).__name__}{hint}")
 
 
 def _seconds_until(deadline: float) -> float | None:

@@ -207,5 +207,5 @@ def handle_of(node: Runtime | None, to: str | int | WorkerInfo) -> Worker:
     if isinstance(to, int):
         return Worker((node or current_runtime()).peer(to).info.name, node=node)
     if not isinstance(to, str):
-        raise TypeError(f"a worker is named by a str, a rank or a WorkerInfo, not by a {type(to).__name__}")
+        raise TypeError(f"a worker is named by a str, a rank or a WorkerInfo, not by {type(to).__name__}")
     return Worker(to, node=node)

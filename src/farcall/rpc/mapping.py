@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sized
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
@@ -50,7 +50,7 @@ def map(
         ordered: yield results in the order of the items; otherwise as they arrive.
         timeout: seconds for each item; None for no limit; by default the timeout of the options.
         retry: if ``func`` may run twice for an item: when the network fails a call, do the item again, on another
-            worker if the first is dead. By default the error is raised.
+            worker if the first is dead. By default the error is raised; a note of it names the item.
         progress: show a bar on the terminal (needs ``rich``: ``pip install 'farcall[cli]'``).
     """
     if retry is not None:
@@ -204,7 +204,7 @@ class _Map:
         timeout = to._timeout if self._timeout == UNSET_TIMEOUT else self._timeout
         try:
             future = call_async(node, to.name, self._func, (item,), None, timeout)
-        except UnknownWorker as error:
+        except Exception as error:  # of pickling the item, for one
             self._failed(error, number, item, attempt, key)
             return True
         self._running[future] = (number, item, attempt, key)
@@ -222,15 +222,19 @@ class _Map:
         number, item, attempt, key = self._running.pop(future)
         try:
             value = future.wait()
-        except RpcError as error:
+        except Exception as error:
             self._failed(error, number, item, attempt, key)
             return -1, None
         if key not in self._dead:
             self._free.append(key)
         return number, value
 
-    def _failed(self, error: RpcError, number: int, item: Any, attempt: int, key: Hashable) -> None:
-        """Queue the item for another attempt, or raise ``error``."""
+    def _failed(self, error: Exception, number: int, item: Any, attempt: int, key: Hashable) -> None:
+        """Queue the item for another attempt, or raise ``error``, with a note that names the item."""
+        with suppress(Exception):  # a class of the user's that forbids attributes
+            error.add_note(f"item {number} of map (the first is 0), on {self._known[key].name}")
+        if not isinstance(error, RpcError):
+            raise error
         retry = self._retry
         unknown = isinstance(error, UnknownWorker)  # the call was not sent, so it costs no attempt
         pause_s = None if retry is None else 0.0 if unknown else retry.pause_s(attempt, error, NEVER)

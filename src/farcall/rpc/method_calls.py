@@ -64,6 +64,18 @@ class Proxy:
         return f"<methods of {self._rref!r}>"
 
 
+class Call(Proxy):
+    """``rref.call``: calls methods of the value by name, or passed in; with anything else, the value itself."""
+
+    __slots__ = ()
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        home, _, name = getattr(args[0], "__qualname__", "").rpartition(".") if args else ("", "", "")
+        if home and not home.endswith("<locals>"):  # it was defined in a class
+            return call_method(self._rref, name, self._timeout_s, *args[1:], **kwargs)
+        return call_method(self._rref, "__call__", self._timeout_s, *args, **kwargs)
+
+
 class Start(Proxy, Generic[T]):
     """``rref.start``: calls methods of the value by name, or passed in, which type checkers understand."""
 
@@ -96,7 +108,7 @@ def method_request(
         known = _known[name] = (MethodName(name), _PATH + name.encode())
     what, function = known
     ref = rref._fork.ref
-    peer = rref._references.peer(rref._fork)
+    peer = rref._references.peer(rref)
     frame = Frame(REQUEST, 0, 0, function)
     if rref._serial:
         frame.serial = ref

@@ -318,6 +318,11 @@ class _Method:
         if INSTALLED.allowance is not None:
             INSTALLED.allowance.check_method(value, self._name)
         method: Callable[..., Any] = getattr(value, self._name)
+        if not callable(method):
+            raise TypeError(
+                f"{self._name!r} of a value of type {type(value).__name__} is no method: read it by "
+                f"rref.to_here().{self._name}, or in a function that takes the reference"
+            )
         del value
         result = method(*args, **kwargs) if kwargs else method(*args)
         return MarkedResult(result) if is_async_execution(method) else result

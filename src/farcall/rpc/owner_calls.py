@@ -272,7 +272,7 @@ def _lost(rref: RRef[Any], error: NetworkError) -> RpcError:
         return ended  # this node ended; the owner may be alive
     if isinstance(error, ReferenceLost | Overloaded):
         return error
-    return ReferenceLost(f"the owner of {rref!r} is gone: {error}", error.delivery)
+    return ReferenceLost(f"{error}; the value was there: create it again (docs/restart.md)", error.delivery)
 
 
 class _Answer(Future[Any]):

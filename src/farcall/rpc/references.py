@@ -328,15 +328,17 @@ class NodeReferences:
                 owned = self._values.place(ref)
         return owned
 
-    def peer(self, fork: Fork) -> Peer:
-        """Return the owner of a fork's value; raise if the owner is gone, or if this node has ended."""
-        member = fork.owner
+    def peer(self, rref: RRef[Any]) -> Peer:
+        """Return the owner of a reference's value; raise if the owner is gone, or if this node has ended."""
+        member = rref._fork.owner
         peer = self.node.numbered(member)
         if peer is None or member in self._lost:
             if not self.node.running:
                 self.node.peer(self.node.info)  # raises
-            ref = fork.ref
-            raise ReferenceLost(f"the owner of {ref.created_on}:{ref.local_id}, {self.worker(member)}, is gone")
+            what = "the value" if rref._type is None else f"the value, of type {rref._type.__qualname__},"
+            raise ReferenceLost(
+                f"{what} was on {self.worker(member).name}, which is gone: create it again (docs/restart.md)"
+            )
         return peer
 
     def worker(self, member: int) -> WorkerInfo:

@@ -251,7 +251,7 @@ class RemoteTensor:
         self._check_owner()
         if self._mapped is not None or not self._mappable:
             return self._mapped
-        peer = self._rref._references.peer(self._rref._fork)
+        peer = self._rref._references.peer(self._rref)
         if not isinstance(peer, RemotePeer) or peer.segments is None:
             return None
         for _ in range(_MOST_OFFERS):
@@ -286,7 +286,7 @@ class RemoteTensor:
             copied = torch.empty(source.shape, dtype=self.dtype, device="cpu").copy_(source)
             if self._transfer(*way, copied, limit.deadline, write=True):
                 return
-        peer = self._rref._references.peer(self._rref._fork)
+        peer = self._rref._references.peer(self._rref)
         self._ask(write, (region, sendable(source.to(self.dtype), peer)), limit)
 
     def _way(self, region: Region) -> tuple[OpenedTensor, Ranges] | None:
@@ -319,7 +319,7 @@ class RemoteTensor:
         """The owner's tensor on a device, for a copy from or to ``local`` on the current stream; None: go by value."""
         if not self._openable or not local.is_cuda or local.nbytes < _WORTH_OPENING_BYTES:
             return None
-        peer = self._rref._references.peer(self._rref._fork)
+        peer = self._rref._references.peer(self._rref)
         node = current_runtime()
         if peer.devices is None or node.devices is None:
             return None
@@ -369,7 +369,7 @@ class RemoteTensor:
 
     def _check_owner(self) -> None:
         if not self._rref.is_owner():
-            self._rref._references.peer(self._rref._fork)  # raises if the owner is gone
+            self._rref._references.peer(self._rref)  # raises if the owner is gone
 
     def _check_shape(self, tensor: torch.Tensor, region: Region, what: str) -> None:
         sizes = [len(range(*one)) for one in region]
@@ -379,7 +379,7 @@ class RemoteTensor:
 
     def _ask(self, function: Any, arguments: tuple[Any, ...], limit: _Limit) -> Any:
         ref = self._rref._fork.ref
-        peer = self._rref._references.peer(self._rref._fork)
+        peer = self._rref._references.peer(self._rref)
         frame = encode_request(peer, function, (ref.created_on, ref.local_id, *arguments), None)
         return ask(self._rref, peer, function, frame, limit.left())
 

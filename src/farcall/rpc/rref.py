@@ -38,7 +38,7 @@ from farcall.ids import WorkerInfo
 from farcall.protocol.backoff import Backoff
 from farcall.protocol.references.messages import Fork
 from farcall.rpc.call import UNSET_TIMEOUT, plain_request
-from farcall.rpc.method_calls import Proxy, Start, call_method, call_method_async, call_method_remote
+from farcall.rpc.method_calls import Call, Proxy, Start, call_method, call_method_async, call_method_remote
 from farcall.rpc.owned_values import Owned, run_backward, wait_for_value
 from farcall.rpc.owner_calls import Creation, ask, ask_async
 from farcall.runtime.calls.executor import FunctionTask
@@ -145,8 +145,12 @@ class RRef(Generic[T]):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            hint = "" if name.startswith("_") else f"; a method of its value is called by rref.call.{name}(...)"
-            raise AttributeError(f"'RRef' object has no attribute {name!r}{hint}", name=name, obj=self)
+            hint = (
+                f"; a method of its value is called by rref.call.{name}(...), an attribute read by "
+                f"rref.to_here().{name}, or by a function that takes the reference"
+            )
+            told = f"'RRef' object has no attribute {name!r}{'' if name.startswith('_') else hint}"
+            raise AttributeError(told, name=name, obj=self)
 
     # ------------------------------------------------------------------ the owner
 
@@ -193,7 +197,7 @@ class RRef(Generic[T]):
 
     def _question(self, function: bytes, *more: object) -> tuple[Peer, Frame]:
         """Return the owner, and the request for a function of `owned_values.py` on the value."""
-        ref, peer = self._fork.ref, self._references.peer(self._fork)
+        ref, peer = self._fork.ref, self._references.peer(self)
         return peer, plain_request(peer, function, pickle.dumps(((ref.created_on, ref.local_id, *more), None), 5))
 
     def to_here(self, timeout: float | None = UNSET_TIMEOUT) -> T:
@@ -257,8 +261,11 @@ class RRef(Generic[T]):
 
     @property
     def call(self) -> T:
-        """``rref.call.method(...)`` calls a method of the value at its owner, and returns its result."""
-        return Proxy(call_method, self, UNSET_TIMEOUT)  # type: ignore[return-value]
+        """``rref.call.method(...)`` calls a method of the value at its owner, and returns its result.
+
+        ``rref.call(Class.method, ...)`` is the same call; ``rref.call(x)`` calls the value itself.
+        """
+        return Call(call_method, self, UNSET_TIMEOUT)  # type: ignore[return-value]
 
     @property
     def start(self) -> Start[T]:

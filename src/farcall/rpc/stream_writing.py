@@ -339,8 +339,8 @@ class StreamRequest(Request):
         else:
             self.fail(
                 TypeError(
-                    f"{self.function_name}() was called as a stream, and returned a {type(source).__name__}: return "
-                    "an iterable, or make it a generator or an async generator"
+                    f"{self.function_name}() was called as a stream, and returned a value of type "
+                    f"{type(source).__name__}: return an iterable, or make it a generator or an async generator"
                 )
             )
 

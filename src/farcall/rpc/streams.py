@@ -131,7 +131,7 @@ class Outgoing(Generic[T]):
 
     def __init__(self, source: Iterable[T]) -> None:
         if not isinstance(source, Iterable):
-            raise TypeError(f"outgoing takes an iterable, not a {type(source).__name__}")
+            raise TypeError(f"outgoing takes an iterable, not {type(source).__name__}")
         self._source = source
         self._context = contextvars.copy_context()
         self._was_sent = False

@@ -8,7 +8,8 @@
 
 A ``__main__`` without a file is a REPL, a notebook or ``python -c``. If ``__main__`` is a file, farcall assumes that
 every worker runs that file: names are quick, and mean the same code everywhere. Without cloudpickle code goes by name
-or not at all. Code sent by value is serialized anew for each call, so a redefinition takes effect with the next call.
+or not at all; a program that launched its workers is told before anything is sent. Code sent by value is serialized
+anew for each call, so a redefinition takes effect with the next call.
 
 Owns that decision, and the bytes of code. It does not know messages: the reducers of the surrounding message write the
 tensors and references that a closure holds.
@@ -23,7 +24,7 @@ import sys
 from functools import cache
 from typing import Any
 
-from farcall.errors import FunctionNotFound
+from farcall.errors import FunctionNotFound, SerializationError
 from farcall.serialize.context import Encoding
 from farcall.serialize.policy import REDUCERS
 
@@ -47,10 +48,17 @@ def is_available() -> bool:
     return importlib.util.find_spec("cloudpickle") is not None
 
 
-def is_of_session(module_name: object) -> bool:
-    """Is this the ``__main__`` of a session that no other worker has, and can its code be sent?"""
-    if module_name != "__main__" or not is_available():
+def is_of_session(module_name: object, qualified_name: str) -> bool:
+    """Is this of a ``__main__`` that no other worker has, and can its code be sent? Raises if it must, and cannot."""
+    if module_name != "__main__":
         return False
+    if not is_available():
+        if not MAIN.is_alone:
+            return False
+        raise SerializationError(
+            f"cannot send {qualified_name}: launched workers do not run your script; its functions and classes travel "
+            f"by cloudpickle: pip install 'farcall[notebook]', or put {qualified_name} into a module"
+        )
     if MAIN.is_alone:
         return True
     main = sys.modules["__main__"].__dict__
@@ -61,7 +69,7 @@ def is_of_session(module_name: object) -> bool:
 def goes_by_value(code: Any) -> bool:
     """Does its name not lead back to ``code``, and is cloudpickle installed to send it by value?"""
     module_name, qualified_name = code.__module__, code.__qualname__
-    if not is_of_session(module_name):
+    if not is_of_session(module_name, qualified_name):
         found: Any = sys.modules.get(module_name, _missing)
         for name in qualified_name.split("."):
             found = getattr(found, name, _missing)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import builtins
 import os
 import pickle
+import re
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +33,11 @@ from farcall.protocol.frames import FAILURE, Frame
 from farcall.serialize.allowance import INSTALLED
 from farcall.serialize.pickler import read_value, write_value
 
-_LONGEST_TEXT = 1 << 16
+_LONGEST_TEXT = 1 << 20
+_LONGEST_MESSAGE = 1 << 12
+_FRAMES_AT_EACH_END = 25
+_FRAMES = re.compile(r'^(?P<margin>[ |]*)File ".*\n(?:(?P=margin).*\n)*', re.MULTILINE)
+_THERE = "; error.remote_traceback has them"
 _OURS = str(Path(__file__).parent.parent) + os.sep
 
 # The parts from which an exception is rebuilt: class, args, callable, its arguments, state, group members.
@@ -73,7 +78,8 @@ def in_one_line(error: BaseException) -> str:
 def decode_failure(frame: Frame, peer: Any = None) -> BaseException:
     """Return the exception to raise: of the original type, or a RemoteError that describes it.
 
-    Its ``__cause__`` is the remote traceback, so that Python prints it; so is its attribute ``remote_traceback``.
+    Its attribute ``remote_traceback`` is the remote traceback; so is its ``__cause__``, which Python prints, but for
+    frames in the middle of many.
     """
     try:
         type_name, message, remote_traceback, reduction = read_value(Frame(FAILURE, payload=frame.payload))
@@ -89,11 +95,11 @@ def decode_failure(frame: Frame, peer: Any = None) -> BaseException:
         except Exception:
             rebuilt = None
     if rebuilt is None:
-        text = f"{type_name}: {message}\n\n{remote_traceback}"
+        text = f"{type_name}: {message}\n\n{_for_people(remote_traceback)}"
         return RemoteError(text, type_name=type_name, message=message, remote_traceback=remote_traceback)
     with suppress(Exception):  # a class that forbids attributes still shows the text as its cause
         rebuilt.remote_traceback = remote_traceback  # type: ignore[attr-defined]
-    rebuilt.__cause__ = RemoteTraceback(remote_traceback)
+    rebuilt.__cause__ = RemoteTraceback(_for_people(remote_traceback))
     return rebuilt
 
 
@@ -196,7 +202,27 @@ def _traceback(error: BaseException) -> str:
         text = "".join(traceback.format_exception(type(error), error, _from_the_function_on(error)))
     except BaseException as broken:
         text = f"<its traceback cannot be made: {type(broken).__name__}>\n{_type_name(error)}: {_message(error)}"
-    if len(text) > _LONGEST_TEXT:
-        half = _LONGEST_TEXT // 2
-        text = f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
-    return text
+    # The message travels beside it. What another worker's error had, and where, means nothing at the next one.
+    message = _message(error)
+    text = text.replace(message, _cut(message, _LONGEST_MESSAGE)).replace(_THERE, "")
+    return _cut(text, _LONGEST_TEXT)
+
+
+def _cut(text: str, longest: int) -> str:
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+
+
+def _for_people(remote_traceback: str) -> str:
+    """A remote traceback as it is printed: without the middle of long sequences of frames."""
+
+    def cut(frames: re.Match[str]) -> str:
+        _, *found = re.split(rf'^(?={re.escape(frames["margin"])}File ")', frames[0], flags=re.MULTILINE)
+        if len(found) <= 2 * _FRAMES_AT_EACH_END:
+            return frames[0]
+        left_out = f"{frames['margin']}[... {len(found) - 2 * _FRAMES_AT_EACH_END} frames left out{_THERE}]\n"
+        return "".join([*found[:_FRAMES_AT_EACH_END], left_out, *found[-_FRAMES_AT_EACH_END:]])
+
+    return _FRAMES.sub(cut, remote_traceback)

@@ -94,7 +94,7 @@ def _encode_function(function: Any) -> bytes | None:
     qualified_name = getattr(function, "__qualname__", None)
     if not isinstance(qualified_name, str):
         return None
-    if code.is_of_session(module_name):
+    if code.is_of_session(module_name, qualified_name):
         return None
     for name in (qualified_name, getattr(function, "__name__", qualified_name)):
         if isinstance(module_name, str) and _walk(module_name, name) is function:

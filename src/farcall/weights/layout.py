@@ -64,7 +64,7 @@ def _walk(value: Any, path: Path, leaves: Leaves) -> None:
         for index, item in enumerate(value):
             _walk(item, (*path, index), leaves)
     elif not path:
-        raise TypeError(f"publish a module or a dict of tensors, not a {type(value).__name__}")
+        raise TypeError(f"publish a module or a dict of tensors, not {type(value).__name__}")
     else:
         leaves.values[path] = value
 

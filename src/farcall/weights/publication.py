@@ -230,7 +230,15 @@ def _encode_values(leaves: Leaves) -> tuple[bytes, list[bytes]]:
     if not leaves.values:
         return b"", []
     frame = Frame(RESPONSE)
-    write_value(frame, list(leaves.values.values()))
+    try:
+        write_value(frame, list(leaves.values.values()))
+    except SerializationError:
+        for path, value in leaves.values.items():
+            try:
+                write_value(Frame(RESPONSE), value)
+            except SerializationError as error:
+                raise type(error)(f"cannot publish {name_of(path)}: {error}") from error.__cause__
+        raise
     if frame.undo:
         raise SerializationError("references cannot be published: they belong to the worker they are sent to")
     return bytes(frame.payload), [bytes(buffer) for buffer in frame.buffers]

@@ -64,13 +64,15 @@ def outlive_a_peer(rank: int) -> str | None:
     pending = farcall.rpc_async("w2", Gate.wait, ("never",), timeout=0)
     with_callback = farcall.rpc_async("w2", Gate.wait, ("never",), timeout=0).then(lambda done: done.wait())
     farcall.rpc_sync("w0", Gate.open, ("w2 is called",))
-    with pytest.raises(PeerDead, match="w2"):
+    # No addresses and no numbers of errors: those are in the log, at the level of info.
+    ended = r"w2 is gone: its process has ended \(its own output may say why\); "
+    with pytest.raises(PeerDead, match=f"^{ended}whether the call ran there is unknown$"):
         farcall.rpc_sync("w2", die)
-    with pytest.raises(PeerDead, match="w2"):
+    with pytest.raises(PeerDead, match=f"^{ended}whether the call ran there is unknown$"):
         pending.wait()
     with pytest.raises(Exception, match="w2"):
         with_callback.wait()
-    with pytest.raises(PeerDead, match="w2") as refused:
+    with pytest.raises(PeerDead, match=f"^{ended}the call was not sent$") as refused:
         farcall.rpc_sync("w2", whoami)
     assert refused.value.delivery == "not_sent"
     # A fan-out is not torn by one dead member: its future fails, the others live.

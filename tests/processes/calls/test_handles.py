@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -160,6 +161,24 @@ def test_gather_gives_results_in_order_and_the_first_error_at_once(ps: farcall.W
         Gate.open(f"gathered {index}")
 
 
+class Scale:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def times(self, x: int) -> int:
+        return self.factor * x
+
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
+def test_a_call_through_a_reference_takes_a_method_as_a_start_does_or_calls_the_value(ps: farcall.Worker) -> None:
+    scale: Any = ps.create(Scale, 3)
+    assert scale.call(Scale.times, 2) == scale.start(Scale.times, 2).result() == scale.call.times(2) == 6
+    assert scale.call(x=4) == scale.call(4) == scale.call.__call__(4) == scale.rpc_sync().__call__(4) == 4
+    assert scale.call(add) is add  # a function, and no method: an argument
+
+
 def numbers() -> Iterator[int]:
     yield 1
 
@@ -167,14 +186,19 @@ def numbers() -> Iterator[int]:
 def test_a_newcomers_mistakes_are_told_with_the_right_way(ps: farcall.Worker) -> None:
     wrong: Any = farcall
     future = ps.start(add, 1, 2)
-    with pytest.raises(TypeError, match=r"not a list: write gather\(\*futures\)"):
+    with pytest.raises(TypeError, match=r"not list: write gather\(\*futures\)"):
         wrong.gather([future])
-    with pytest.raises(TypeError, match="as_completed takes futures of farcall, not a int"):
+    with pytest.raises(TypeError, match="as_completed takes futures of farcall, not int"):
         wrong.as_completed([3])
     with pytest.raises(TypeError, match=r"not one str: workers=\[...\]"):
         wrong.map(add, [1], workers="w1")
-    with pytest.raises(AttributeError, match=r"no attribute 'imag'; a method of its value is called by rref.call.imag"):
-        assert ps.create(add, 1, 2).imag  # type: ignore[attr-defined]
+    scale: Any = ps.create(Scale, 3)
+    told = r"no attribute 'factor'; a method .* is called by rref.call.factor\(...\), an attribute read by rref.to_here"
+    with pytest.raises(AttributeError, match=told):
+        assert scale.factor
+    told = r"'factor' of a value of type Scale is no method: read it by rref.to_here\(\).factor, or in a function"
+    with pytest.raises(TypeError, match=told):
+        scale.call.factor()
     with pytest.raises(NotPicklable, match=r"read as a stream: farcall.worker\(name\).stream"):
         ps.call(numbers)
     with pytest.raises(NotPicklable, match=r"travel as a stream: farcall.outgoing"):
@@ -287,8 +311,15 @@ def test_map_keeps_the_order_and_takes_items_as_workers_become_free(nodes: list[
     assert len(taken) < 50
     results.close()
     assert sorted(farcall.map(doubled_here, range(50), workers=workers, ordered=False)) == list(range(0, 100, 2))
-    with pytest.raises(ValueError, match="as you wish"):
-        list(farcall.map(fail_with, range(3), workers=workers))
+
+
+@pytest.mark.parametrize("wrong", [3, threading.Lock()], ids=["the function raises", "it cannot be sent"])
+def test_the_error_of_a_map_names_its_item_and_worker(nodes: list[farcall.Node], wrong: Any) -> None:
+    workers = [nodes[0]["w1"], nodes[0]["w2"]]
+    with pytest.raises(Exception, match=r"as you wish: 3|cannot send args\[0\]") as caught:
+        list(farcall.map(fail_with_three, [0, 1, wrong], workers=workers, in_flight=1))
+    assert len(caught.value.__notes__) == 1
+    assert re.fullmatch(r"item 2 of map \(the first is 0\), on w[12]", caught.value.__notes__[0])
 
 
 def test_map_shows_how_far_it_is(nodes: list[farcall.Node], capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,8 +343,10 @@ def doubled_here(x: int) -> int:
     return 2 * x
 
 
-def fail_with(x: int) -> int:
-    raise ValueError(f"as you wish: {x}")
+def fail_with_three(x: int) -> int:
+    if x == 3:
+        raise ValueError(f"as you wish: {x}")
+    return x
 
 
 def test_map_does_the_items_of_a_dead_worker_elsewhere() -> None:

@@ -200,7 +200,7 @@ def three_and_silence() -> Iterator[int]:
 
 
 def test_what_is_no_stream_says_so(ps: farcall.Worker) -> None:
-    with pytest.raises(TypeError, match="was called as a stream, and returned a int"):
+    with pytest.raises(TypeError, match="was called as a stream, and returned a value of type int: return an iterable"):
         list(ps.stream(abs, -1))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="without retry"):
         ps.options(retry=farcall.Retry(2)).stream(count, 1)

@@ -167,7 +167,7 @@ def said(served: ServedCall | None, **more: Any) -> str:
 
 def test_each_state_in_words() -> None:
     assert "never arrived there, or its answer is on the way" in said(None)
-    assert "w1 for a thread for 2.00 s: 16 functions hold the 16 threads" in said(
+    assert "w1 for a thread for 2.00 s (num_worker_threads). Functions on the 16 threads there: 16" in said(
         ServedCall(1, "w0", "f", QUEUED, 2.0, 0)
     )
     holder = ServedCall(2, "w2", "g", RUNNING, 3.0, 5)

@@ -400,9 +400,13 @@ def test_a_use_of_a_dead_owners_reference_says_so(references: NodeReferences, no
     rref = create(references, node)
     answer(node)
     node.hooks.peer_gone[0](node.peer(OWNER.id))
+    again = r"was on owner, which is gone: create it again \(docs/restart.md\)"
     for use in (rref.to_here, rref.rpc_sync().anything, rref.remote().anything):
-        with pytest.raises(ReferenceLost, match="owner"):
+        with pytest.raises(ReferenceLost, match=f"^the value {again}"):
             use()
+    rref._type = dict
+    with pytest.raises(ReferenceLost, match=f"^the value, of type dict, {again}"):
+        rref.to_here()
     assert references.counts().users == 0
 
 
@@ -517,7 +521,7 @@ def test_an_owner_of_whom_word_comes_late_is_not_lost() -> None:
     node.hooks.peer_joined[0](node.peer(OWNER.id))
     rref = create(references, node)
     answer(node)
-    assert references.peer(rref._fork) is node.peer(OWNER.id)
+    assert references.peer(rref) is node.peer(OWNER.id)
 
 
 def test_a_value_that_cannot_be_looked_into_fails_its_creation_and_hangs_nobody(

@@ -241,8 +241,29 @@ def test_group_with_a_member_that_cannot_be_rebuilt():
 
 def test_long_tracebacks_are_cut():
     received = brought(Simple("x" * 1_000_000))
-    assert len(received.remote_traceback) < 100_000
+    assert len(received.remote_traceback) < 10_000
     assert len(str(received)) == 1_000_000
+
+
+@pytest.mark.parametrize("kind", [Simple, asyncio.CancelledError], ids=["rebuilt here", "a RemoteError"])
+def test_of_many_frames_the_first_and_the_last_are_printed_and_all_are_kept(kind):
+    def ping(n):  # Python itself folds only frames that repeat one by one
+        if not n:
+            raise kind("bottom")
+        pong(n)
+
+    def pong(n):
+        ping(n - 1)
+
+    with pytest.raises(kind) as caught:
+        ping(400)
+    received = decode_failure(encode_failure(caught.value, WORKER))
+    assert received.remote_traceback.count("File ") == 1 + 801  # this test's own is the first
+    printed = "".join(traceback.format_exception(received))
+    assert printed.count("File ") == 50
+    assert "\n  [... 752 frames left out; error.remote_traceback has them]\n  File " in printed
+    passed_on = decode_failure(encode_failure(raised(received, received.__cause__), WorkerInfo("middle", 1)))
+    assert "error.remote_traceback has them" not in passed_on.remote_traceback
 
 
 def test_deep_recursion():

@@ -9,9 +9,12 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.kit.values import encode
 
 from farcall.errors import FunctionNotFound, SerializationError
 from farcall.serialize import TablePickler, decode_function, encode_function, use_rpc_pickler
+from farcall.serialize.code import MAIN
+from farcall.serialize.functions import forget_names
 
 
 def plain(x):
@@ -126,6 +129,24 @@ def test_lambdas_and_local_functions_are_refused_with_advice():
     for function in (lambda: 1, local, Local, Local.of_class):
         with pytest.raises(SerializationError, match=r"module level, or install cloudpickle .*farcall\[notebook\]"):
             encode_function(function)
+
+
+def test_launched_workers_lack_the_functions_of_the_script(monkeypatch):
+    """Without cloudpickle they are refused here, before anything is sent."""
+
+    script = types.ModuleType("__main__")
+    exec("def square(x): ...\nclass Table:\n    @classmethod\n    def of_class(cls): ...", script.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    assert encode_function(script.square) == b"p__main__\0square"  # every worker of `farcall run` runs the script
+    forget_names()
+    monkeypatch.setattr(MAIN, "is_alone", True)
+    told = r"do not run your script; .* by cloudpickle: pip install 'farcall\[notebook\]', or put \w+ into a module"
+    for function in (script.square, script.Table, script.Table.of_class):
+        with pytest.raises(SerializationError, match=told):
+            encode_function(function)
+    for argument in (script.square, script.Table, script.Table()):
+        with pytest.raises(SerializationError, match=told):
+            encode(((argument,), {}))
 
 
 def test_an_installed_pickler_gets_the_function_too():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from farcall.errors import NotAllowed
+from farcall.errors import NotAllowed, NotPicklable
 from farcall.protocol.weights.messages import Claim, Key
 from farcall.serialize import Allowance, restrict
 from farcall.weights.layout import take_apart
@@ -77,3 +78,9 @@ def test_values_that_nobody_can_change_are_read_once(monkeypatch: pytest.MonkeyP
     assert held.nested([]) == values
     monkeypatch.setattr("farcall.weights.version.read_value", None)
     assert held.nested([]) == values
+
+
+def test_one_that_cannot_be_pickled_is_named_by_its_path() -> None:
+    leaves = take_apart({"step": 3, "a": {"b": threading.Lock()}, "t": torch.ones(1)})
+    with pytest.raises(NotPicklable, match=r"^cannot publish a\.b: cannot send the value, a _thread\.lock: TypeError"):
+        _encode_values(leaves)

@@ -291,13 +291,16 @@ def _all_gather(obj: Any, worker_names: Iterable[str] | None = None, timeout: fl
                     future.wait()
                 except RuntimeError as error:
                     errors[follower] = error
+            if errors and all(isinstance(error, PeerDead) for error in errors.values()):
+                raise PeerDead(f"lost {', '.join(errors)} in _all_gather")
             if errors:
                 raise RpcError(
                     f"{', '.join(errors)} failed or timed out in _all_gather after {call_timeout_s:.2f} seconds; "
                     f"the first said: {next(iter(errors.values()))}"
                 )
     except PeerDead as error:
-        if name == leader:  # tell the workers that wait now; latecomers hear it when they come
+        if name == leader and not states.proceed_signal.is_set():
+            # Not all have come: tell the workers that wait now; latecomers hear it when they come.
             _tell_loss(sequence_id, str(error))
             for follower in sorted(set(states.gathered_objects) - {leader}):
                 rpc_async(follower, _tell_loss, args=(sequence_id, str(error)))
@@ -320,7 +323,7 @@ def _wait_for_proceed(states: AllGatherStates, group: set[str], name: str, waiti
             if states.proceed_signal.is_set():
                 return
             if gone:
-                raise PeerDead(f"lost {', '.join(gone)} in _all_gather of {', '.join(sorted(group))}")
+                raise PeerDead(f"lost {', '.join(gone)} in _all_gather")
             if deadline is not None and monotonic() >= deadline:
                 raise RpcTimeout(
                     f"RPC ran for more than set timeout: {name} timed out in _all_gather after {waiting_s:.2f} "
@@ -340,11 +343,7 @@ def _barrier(worker_names: Iterable[str]) -> None:
 @_require_initialized
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Return when all workers have called this."""
-    try:
-        _all_gather(None, timeout=timeout)
-    except RuntimeError:
-        logger.exception("not all workers came to the shutdown")
-        raise
+    _all_gather(None, timeout=timeout)
 
 
 # ---------------------------------------------------------------------- the end
@@ -383,7 +382,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             try:
                 _wait_all_workers(timeout)
             except PeerDead as error:
-                failures.append(error)  # raised below: the other workers may still need this one, and leave with it
+                # Raised below: the other workers may still need this one, and leave with it.
+                failures.append(PeerDead(f"shutdown: {error}; shutdown(graceful=False) leaves without the dead"))
         agreed = True
     finally:
         farcall_api.shutdown(agreed, timeout)

@@ -6,6 +6,7 @@ of the old agent: a restriction to TCP is kept, the rest is farcall's choice.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -164,7 +165,7 @@ def to_farcall(options: _TensorPipeRpcBackendOptionsBase, init_method: str) -> f
         if not _SAME_HOST & set(options._transports):
             chosen["transports"] = ("tcp",)
         _tell_once(
-            f"_transports={options._transports} names transports of the old agent; farcall uses "
+            f"_transports={options._transports} names transports of the old agent; this worker therefore uses "
             f"{'TCP only' if chosen else 'unix sockets on one host and TCP between hosts'}"
         )
     if options._channels:
@@ -183,4 +184,7 @@ def to_farcall(options: _TensorPipeRpcBackendOptionsBase, init_method: str) -> f
 def _tell_once(text: str) -> None:
     if text not in _told:
         _told.add(text)
-        warnings.warn(text, UserWarning, stacklevel=2)
+        frame, level = sys._getframe(1), 2
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("farcall.", "torch.")):
+            frame, level = frame.f_back, level + 1
+        warnings.warn(text, UserWarning, stacklevel=level)  # at the program's line

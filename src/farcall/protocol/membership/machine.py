@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, Final
 
-from farcall.protocol.member import Member
+from farcall.protocol.member import PROCESS_ENDED, Member
 from farcall.protocol.membership import events
 from farcall.protocol.membership.events import Effect, Event, MembershipOptions, Randomness
 from farcall.protocol.membership.joining import Admissions, Farewell, Newcomer, NewcomerMessage, end_of, loser_of
@@ -383,7 +383,7 @@ class MembershipMachine:
         if self.state is State.LEAVING:
             return
         if outcome is Outcome.DENIED:
-            self._declare_dead(probe, "nobody listens at its addresses any more", now, is_there=False)
+            self._declare_dead(probe, PROCESS_ENDED, now, is_there=False)
         elif outcome is Outcome.FAILED:
             if probe.last and self._suspicions.stands(incarnation):
                 why = self._suspicions.verdict(incarnation, now)

@@ -43,7 +43,7 @@ from farcall.protocol.backoff import Backoff
 from farcall.protocol.connector import FIRST_PAUSE_S, LONGEST_PAUSE_S, Answer, Bond, Dial, Ended, Goal, Parting, Step
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Connect, Hello, RefusalReason, Remind, Resume, refuse
-from farcall.protocol.member import Member
+from farcall.protocol.member import PROCESS_ENDED, Member
 from farcall.protocol.membership.events import LinkLost, LinkRefused
 from farcall.protocol.membership.messages import Message
 from farcall.protocol.session import SessionError
@@ -402,7 +402,7 @@ class Connector:
             if self._stopped:
                 return False
             me = self._owner.hello().wanting(purpose)
-            tie.dialler = self._begin(dial, target, me, partial(self._on_redialled, tie, reason))
+            tie.dialler = self._begin(dial, target, me, partial(self._on_redialled, tie))
         return True
 
     def _end_redial(self, tie: _Tie) -> None:
@@ -411,7 +411,7 @@ class Connector:
                 tie.dialler.stop()
             tie.dialler = None
 
-    def _on_redialled(self, tie: _Tie, reason: str, dialler: Dialler, ended: Ended, found: Found) -> None:
+    def _on_redialled(self, tie: _Tie, dialler: Dialler, ended: Ended, found: Found) -> None:
         if tie.dialler is not dialler or tie.peer.link.broken is not None:
             found.close()
             return
@@ -421,9 +421,12 @@ class Connector:
             return
         self._end_redial(tie)
         late = "it could not be reached again in time: " if ended.step is Step.OUT_OF_TIME else ""
-        tie.peer.link.die(f"{reason}; {late}{ended.why}")
         if ended.step is Step.VANISHED:
+            logger.info("%s: %s has ended: %s", self._owner.hello().member.name, tie.peer.info.name, ended.why)
+            tie.peer.link.die(PROCESS_ENDED)
             self._watch.feed(LinkRefused(tie.peer.incarnation))
+        else:
+            tie.peer.link.die(f"{late}{ended.why}")
 
     # ------------------------------------------------------------------ the member comes back by itself
 

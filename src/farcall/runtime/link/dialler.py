@@ -237,7 +237,7 @@ class Dialler:
                 try:
                     dial(way, KNOCK_S).close()
                 except DialRefused:
-                    return Found(Outcome.NOBODY, _nobody(way))
+                    return Found(Outcome.NOBODY, f"nobody listens at {way} any more")
                 except TransportError:
                     pass  # a full backlog: somebody listens
         return Found(Outcome.LISTENS)
@@ -263,7 +263,7 @@ class Dialler:
             except DialRefused as error:
                 if kind in WITHIN_THE_HOST:
                     if kind == target.lost_kind:
-                        return Found(Outcome.NOBODY, _nobody(way))
+                        return Found(Outcome.NOBODY, f"nobody listens at {way} any more")
                 elif (goal is not Goal.REMIND and target.was_reached) or leads_to(way, target.lost_host):
                     refused = error
                 else:
@@ -323,10 +323,6 @@ class Dialler:
         if way not in self._told:
             self._told.add(way)
             logger.info("%s cannot be reached over %s: %s", self._target.name or "the member", way, error)
-
-
-def _nobody(way: str) -> str:
-    return f"its process or its node has ended, nobody listens at {way} any more; its own output may say why"
 
 
 def tls_for(options: RpcBackendOptions, secret: Secret) -> Tls | None:

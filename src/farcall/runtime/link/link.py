@@ -45,6 +45,12 @@ from farcall.runtime.link.send import Outgoing
 from farcall.transport.interface import Absent, Transport
 
 
+def peer_dead(peer: WorkerInfo, how: str, delivery: Delivery, incarnation: str) -> PeerDead:
+    """The error for a call to a member that is not there any more; ``how`` follows its name."""
+    fate = "the call was not sent" if delivery is Delivery.NOT_SENT else "whether the call ran there is unknown"
+    return PeerDead(f"{peer.name} {how}; {fate}", delivery, peer, incarnation)
+
+
 class Link:
     """The link to one peer: a session, its current connection, and the halves that write and read.
 
@@ -280,8 +286,7 @@ class Link:
 
     def dead(self, delivery: Delivery) -> PeerDead:
         """The error for a call over this dead link."""
-        why = f"the link to {self.peer.name} is gone: {self.broken}"
-        return PeerDead(why, delivery, self.peer, self.incarnation)
+        return peer_dead(self.peer, f"is gone: {self.broken}", delivery, self.incarnation)
 
     def close(self, reason: str = "this node closed the link") -> None:
         """Close the link, for ever. Idempotent; from any thread but one inside this link."""

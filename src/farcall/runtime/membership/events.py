@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from time import monotonic
 from typing import NamedTuple
 
-from farcall.errors import Delivery, NetworkError, PeerDead
+from farcall.errors import Delivery, NetworkError, RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol.member import Member, incarnation_text
 from farcall.protocol.messages import LEFT
@@ -281,18 +281,14 @@ class MemberChanges:
             # A member without a link had no calls with this node; the log line of `on_change` suffices for it.
             level = self.loss_level if peer.linked else logging.DEBUG
             logger.log(level, "%s: lost %s: %s", self._name, peer.info.name, reason)
-        how = peer.farewell if peer.leaving else f"is gone: {reason}"
         if peer.linked and not (peer.leaving and peer.farewell == LEFT):
             now = monotonic()
             for process in [process for process, at in _lost_processes.items() if now - at > RECENTLY_S]:
                 del _lost_processes[process]
             _lost_processes[peer.link.transport.peer_process] = now
 
-        def lost(call: PendingCall) -> PeerDead:
-            sent = call.call_id not in peer.link.never_sent
-            what = "whether the call ran there is unknown" if sent else "the call was not sent"
-            delivery = Delivery.UNKNOWN if sent else Delivery.NOT_SENT
-            return PeerDead(f"{peer.info.name} {how}; {what}", delivery, peer.info, incarnation_text(peer.incarnation))
+        def lost(call: PendingCall) -> RpcError:
+            return peer.lost(Delivery.NOT_SENT if call.call_id in peer.link.never_sent else Delivery.UNKNOWN)
 
         self._calls.fail_all(lost, peer)
         for hook in self._gone_hooks:

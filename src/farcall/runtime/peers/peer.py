@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from farcall.channel.segment_map import SegmentMap
 from farcall.channel.segments import SegmentRefused
 from farcall.channel.shared_memory import SegmentPool
-from farcall.errors import Cancelled, Delivery, PeerDead, RpcError
+from farcall.errors import Cancelled, Delivery, RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
 from farcall.protocol.chunks import Instead
@@ -43,7 +43,7 @@ from farcall.runtime.calls.admission import Fullness
 from farcall.runtime.calls.executor import Task
 from farcall.runtime.io.reader import in_event_loop, reading
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.link.link import Link
+from farcall.runtime.link.link import Link, peer_dead
 from farcall.runtime.link.receive import Awaited
 from farcall.runtime.link.resend import instead_of
 from farcall.runtime.observing.counters import FunctionCounters
@@ -355,8 +355,7 @@ class RemotePeer(Peer):
 
     def lost(self, delivery: Delivery) -> RpcError:
         if self.leaving:  # its own words say more than the end of its link
-            name, incarnation = self.info.name, incarnation_text(self.incarnation)
-            return PeerDead(f"{name} {self.farewell}", delivery, self.info, incarnation)
+            return peer_dead(self.info, self.farewell, delivery, incarnation_text(self.incarnation))
         return self.link.dead(delivery)
 
     def control(self, message: messages.Message, more: bool = False) -> None:

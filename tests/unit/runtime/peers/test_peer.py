@@ -152,7 +152,13 @@ def test_device_memory_lent_for_a_message_that_a_break_has_lost_is_free_again(ki
     assert devices.taken_back == [ticket]
 
 
-@pytest.mark.parametrize("delivery", [Delivery.NOT_SENT, Delivery.UNKNOWN])
+FATES = {
+    Delivery.NOT_SENT: "; the call was not sent",
+    Delivery.UNKNOWN: "; whether the call ran there is unknown",
+}
+
+
+@pytest.mark.parametrize("delivery", FATES)
 def test_a_call_that_finds_the_link_of_a_leaving_peer_closed_is_told_how_it_left(delivery: Delivery) -> None:
     """Its Goodbye came after the call had looked whether the peer leaves."""
     peer, _ = peer_with(None, [])
@@ -160,6 +166,7 @@ def test_a_call_that_finds_the_link_of_a_leaving_peer_closed_is_told_how_it_left
     error = peer.lost(delivery)
     assert isinstance(error, PeerDead)
     assert str(error).startswith("other ended without shutdown()")
+    assert str(error).endswith(FATES[delivery])
     assert (error.worker, error.delivery) == (peer.info, delivery)
 
 
