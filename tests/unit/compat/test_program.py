@@ -71,6 +71,7 @@ def test_a_missing_rank_is_told_with_the_command_that_sets_it(
     monkeypatch.setattr(program, "install", lambda: None)
     monkeypatch.setattr(program, "_execute", execute)
     monkeypatch.setattr(sys, "last_value", None, raising=False)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # process groups of other tests have put torch's there
     with pytest.raises(SystemExit):
         program.run_program(["program.py", "--workers", "2"])
     *_, error, note = capsys.readouterr().err.splitlines()
