@@ -8,6 +8,8 @@ these variables. (Others are about the process, not about a node: ``FARCALL_CACH
 
 Knows neither torch nor sockets: users of the options find out whether an address can be reached, or shared memory
 works here. The forms that values may have, such as a number of seconds or a host, are in `option_checks.py`.
+
+Over 400 lines: every option with what it means to a user.
 """
 
 from __future__ import annotations

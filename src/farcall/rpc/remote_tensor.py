@@ -15,6 +15,8 @@ exists, it travels where references travel, and it is lost with its owner.
 
 The owner's side is `shared_tensor.py`. Reads are not atomic: a reader that copies while another worker writes gets old
 and new bytes. For consistent versions use `farcall.weights`.
+
+Over 400 lines: the ways of one read or write, each of which falls back to the next.
 """
 
 from __future__ import annotations

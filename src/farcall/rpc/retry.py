@@ -12,6 +12,8 @@ so with ``retry=``, call by call; all other calls get the error.
     failed with a NetworkError of its own
 
 Each attempt resolves the destination and encodes the arguments anew. All attempts share the call's timeout.
+
+Over 400 lines: synchronous calls, futures and creations are tried again by the same few rules.
 """
 
 from __future__ import annotations

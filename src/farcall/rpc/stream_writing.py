@@ -6,6 +6,8 @@ holds back items and letters only while the next item comes quickly, HOLD_S at m
 
 Thread rules: one thread, or one coroutine, puts items. The I/O thread flushes items that were held back for too long,
 and delivers credit and the close. It never waits for the lock, but tries again later.
+
+Over 400 lines: one stream, from the generator to the letters.
 """
 
 from __future__ import annotations

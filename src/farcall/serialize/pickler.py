@@ -11,6 +11,8 @@ Owns the form of a payload. Pickle ends with b"." and ignores what follows, so t
 
 Buffers: first pickle's own (numpy) in its order, then those of devices, then the storages' in reverse.
 It does not know sockets or peers. Invariant: a failed ``write_value`` undoes all its side effects.
+
+Over 400 lines: the forms of a payload, written and read side by side.
 """
 
 from __future__ import annotations
