@@ -156,14 +156,15 @@ def test_what_on_start_raises_is_the_cause(tmp_path):
     assert isinstance(raised.value.__cause__, ValueError)
 
 
-def test_commands_find_the_workers_and_the_driver_as_one_cluster(tmp_path):
+def test_commands_find_the_workers_and_the_driver_as_one_cluster(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["trial.py"])  # that of a pytest worker names no program
     options = farcall.RpcBackendOptions(observing=ObservingOptions(runtime_directory=str(tmp_path / "run")))
     with farcall.launch(2, options=options, quiet=True, logs=tmp_path):
         # A worker leaves its file when it meets the driver, which may have met it a moment before.
         wait_until(lambda: len(find_nodes(tmp_path / "run")) == 3)
         found = find_nodes(tmp_path / "run")
         assert len({node.cluster_id for node in found}) == 1
-        assert {node.name: bool(node.program) for node in found} == {"driver": True, "worker0": False, "worker1": False}
+        assert {node.name: node.program for node in found} == {"driver": "trial.py", "worker0": "", "worker1": ""}
 
 
 def test_what_fails_before_the_start_leaves_nothing(tmp_path):
