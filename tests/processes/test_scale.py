@@ -149,9 +149,10 @@ def soak(rank: int) -> list[dict[str, int]]:
 def flat(grown: dict[str, int]) -> bool:
     return (
         grown["descriptors"] <= 0
-        # A busy machine makes one worker more; idle ones end. Each that computes has a team of torch's threads.
+        # A busy machine makes one worker more; idle ones end. Each thread that computes has a team of torch's: that
+        # worker, and the I/O thread, which may run its first large function after the count began.
         and grown["threads"] <= 1
-        and grown["tasks"] <= torch.get_num_threads()
+        and grown["tasks"] <= 1 + 2 * (torch.get_num_threads() - 1)
         and grown["memory_bytes"] < MOST_GROWTH_BYTES
         and grown["shared_bytes"] < MOST_GROWTH_BYTES
     )
