@@ -59,10 +59,15 @@ def changed(payload: bytes, steps: list[tuple[str, float, int]]) -> bytes:
     return bytes(data)
 
 
+def made(code: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor on a device that the bytes tell of."""
+    return torch.full((2,), float(code + len(shape)))
+
+
 def outcome(read: Any, payload: bytes, buffers: list[bytes]) -> Any:
     met: list[torch.Tensor] = []
     try:
-        value = read(payload, [memoryview(bytearray(buffer)) for buffer in buffers], met, ["a reference"])
+        value = read(payload, [memoryview(bytearray(buffer)) for buffer in buffers], met, ["a reference"], made)
     except (ValueError, RuntimeError) as error:
         return type(error)
     # As bytes: a NaN is not equal to itself.

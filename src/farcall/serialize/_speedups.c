@@ -1,4 +1,4 @@
-/* flat.py, compiled: plain values and plain CPU tensors to bytes and back. (And, at the end, weights/checksums.py.)
+/* flat.py, compiled: plain values and plain tensors to bytes and back. (And, at the end, weights/checksums.py.)
 
    The layout of the bytes is told there, and both write the same ones. What this file adds is DLPack's exchange API, by
    which torch describes a tensor, and makes one, without a Python object for each of its properties. It uses no header
@@ -65,7 +65,7 @@ enum { DLPACK_MAJOR = 1, DLPACK_MINOR = 0, CPU = 1 };
 
 /* ------------------------------------------------------------------ the form */
 
-enum { VERSION = 4, MOST_DEPTH = 32, MOST_DIMENSIONS = 64, MOST_TEXT_BYTES = 1 << 16, REQUIRES_GRAD = 1, ALIGNMENT_BYTES = 64 };
+enum { VERSION = 5, MOST_DEPTH = 32, MOST_DIMENSIONS = 64, MOST_TEXT_BYTES = 1 << 16, REQUIRES_GRAD = 1, ALIGNMENT_BYTES = 64 };
 
 /* By the number of a dtype on the wire (rebuild.py): its code and bits in DLPack, and torch's object for it. torch has
    more dtypes than DLPack has codes (int1 to int7): which one a tensor has, only that object says. */
@@ -157,7 +157,7 @@ typedef struct {
     Seen *seen; /* what may come twice: a hash table without deletions */
     size_t seen_count, seen_room;
     uint32_t tensor_count;
-    PyObject *tensors, *buffers, *references, *reference_class;
+    PyObject *tensors, *buffers, *references, *reference_class, *on_devices;
     size_t out_of_band_bytes;
     char first_text[512];
     Part first_parts[8];
@@ -360,7 +360,10 @@ static Outcome write_tensor(Writer *writer, PyObject *tensor)
     while (code < DTYPE_COUNT && dtypes[code].object != dtype)
         code++;
     if (code == DTYPE_COUNT || described.dtype.bits != dtypes[code].bits || described.dtype.lanes != 1 ||
-        described.device.kind != CPU || described.dimensions > MOST_DIMENSIONS)
+        described.dimensions > MOST_DIMENSIONS)
+        return NOT_FLAT;
+    int is_on_device = described.device.kind != CPU;
+    if (is_on_device && writer->on_devices == NULL)
         return NOT_FLAT;
     if (dtypes[code].code == COMPLEX && is_result(tensor, name_is_conj, Py_False) != 1)
         return NOT_FLAT;
@@ -370,12 +373,12 @@ static Outcome write_tensor(Writer *writer, PyObject *tensor)
     int requires_grad = is_attribute(tensor, name_requires_grad, Py_True);
     if (requires_grad < 0)
         return NOT_FLAT;
-    int is_out_of_band = (size_t)size >= writer->out_of_band_bytes;
+    int is_out_of_band = !is_on_device && (size_t)size >= writer->out_of_band_bytes;
     size_t shape_bytes = sizeof(int64_t) * (size_t)described.dimensions;
     char *place = claim(writer, 4 + shape_bytes);
     if (place == NULL)
         return FAILED;
-    place[0] = is_out_of_band ? 'o' : 't';
+    place[0] = is_on_device ? 'd' : is_out_of_band ? 'o' : 't';
     place[1] = (char)code;
     place[2] = requires_grad ? REQUIRES_GRAD : 0;
     place[3] = (char)described.dimensions;
@@ -383,6 +386,8 @@ static Outcome write_tensor(Writer *writer, PyObject *tensor)
         memcpy(place + 4, described.shape, shape_bytes);
     char *data = (char *)described.data + described.offset_bytes;
     if (writer->tensors != NULL && PyList_Append(writer->tensors, tensor) < 0)
+        return FAILED;
+    if (is_on_device && PyList_Append(writer->on_devices, tensor) < 0)
         return FAILED;
     if (size == 0)
         return WRITTEN; /* an empty tensor has no memory that it could share */
@@ -402,6 +407,8 @@ static Outcome write_tensor(Writer *writer, PyObject *tensor)
         Py_DECREF(storage);
         return outcome;
     }
+    if (is_on_device)
+        return add_part(writer, storage, "", 0); /* only to hold it, as `meet` demands */
     if (!is_out_of_band)
         return add_part(writer, storage, data, (size_t)size);
     PyObject *view = memory_view(storage, data, (Py_ssize_t)size);
@@ -540,12 +547,13 @@ static PyObject *joined(Writer *writer)
 
 static PyObject *speedups_write(PyObject *module, PyObject *arguments)
 {
-    PyObject *value, *tensors, *reference_class = Py_None, *references = Py_None;
+    PyObject *value, *tensors, *reference_class = Py_None, *references = Py_None, *on_devices = Py_None;
     Py_ssize_t out_of_band_bytes;
     Writer writer;
-    if (!PyArg_ParseTuple(arguments, "OOn|OO", &value, &tensors, &out_of_band_bytes, &reference_class, &references))
+    if (!PyArg_ParseTuple(arguments, "OOn|OOO", &value, &tensors, &out_of_band_bytes, &reference_class, &references, &on_devices))
         return NULL;
-    if ((tensors != Py_None && !PyList_CheckExact(tensors)) || (references != Py_None && !PyList_CheckExact(references))) {
+    if ((tensors != Py_None && !PyList_CheckExact(tensors)) || (references != Py_None && !PyList_CheckExact(references)) ||
+        (on_devices != Py_None && !PyList_CheckExact(on_devices))) {
         PyErr_SetString(PyExc_TypeError, "tensors and references are collected in lists");
         return NULL;
     }
@@ -562,6 +570,7 @@ static PyObject *speedups_write(PyObject *module, PyObject *arguments)
     writer.tensors = tensors == Py_None ? NULL : tensors;
     writer.references = references == Py_None ? NULL : references;
     writer.reference_class = reference_class;
+    writer.on_devices = on_devices == Py_None ? NULL : on_devices;
     writer.buffers = NULL;
     writer.out_of_band_bytes = (size_t)out_of_band_bytes;
 
@@ -592,7 +601,7 @@ static PyObject *speedups_write(PyObject *module, PyObject *arguments)
 
 typedef struct {
     const char *text, *text_end, *data, *data_end;
-    PyObject *buffers, *references;
+    PyObject *buffers, *references, *on_device;
     Py_ssize_t next_buffer, next_reference;
     PyObject *tensors;
     PyObject **made; /* the tensors so far, held: a dict may drop one whose key comes again */
@@ -711,8 +720,27 @@ static int keep_made(Reader *reader, PyObject *tensor)
     return 0;
 }
 
-static PyObject *read_tensor(Reader *reader, int is_out_of_band)
+/* A tensor whose memory the table of devices tells of: Python code makes it. */
+static PyObject *made_on_device(Reader *reader, unsigned code, const char *lengths, int dimensions)
 {
+    if (reader->on_device == NULL)
+        return malformed("it has a tensor on a device, and no table of devices");
+    PyObject *shape = PyTuple_New(dimensions);
+    for (int i = 0; shape != NULL && i < dimensions; i++) {
+        int64_t length;
+        memcpy(&length, lengths + 8 * i, 8);
+        PyObject *number = PyLong_FromLongLong(length);
+        if (number == NULL || PyTuple_SetItem(shape, i, number) < 0)
+            Py_CLEAR(shape);
+    }
+    PyObject *made = shape == NULL ? NULL : PyObject_CallFunction(reader->on_device, "IO", code, shape);
+    Py_XDECREF(shape);
+    return made;
+}
+
+static PyObject *read_tensor(Reader *reader, char tag)
+{
+    int is_out_of_band = tag == 'o';
     if (reader->text_end - reader->text < 3)
         return malformed("a tensor's description is cut off");
     unsigned code = (unsigned char)reader->text[0], flags = (unsigned char)reader->text[1];
@@ -734,28 +762,36 @@ static PyObject *read_tensor(Reader *reader, int is_out_of_band)
     }
     if (is_empty)
         size = 0;
-    if (is_out_of_band ? size == 0 : size > reader->data_end - reader->data)
-        return malformed("a tensor has fewer bytes than its shape says");
-    Rebuilt *rebuilt =
-        is_out_of_band ? over_buffer(reader, dimensions, (size_t)size) : new_rebuilt(dimensions, (size_t)size);
-    if (rebuilt == NULL)
-        return NULL;
-    Described *tensor = &rebuilt->managed.tensor;
-    tensor->dtype = (DataType){dtypes[code].code, dtypes[code].bits, 1};
-    int64_t step = 1;
-    for (int i = dimensions - 1; i >= 0; i--) {
-        memcpy(tensor->shape + i, shape + 8 * i, 8);
-        tensor->strides[i] = step;
-        step *= tensor->shape[i] > 1 ? tensor->shape[i] : 1;
+    PyObject *object;
+    if (tag == 'd') {
+        object = made_on_device(reader, code, shape, dimensions);
+        if (object == NULL)
+            return NULL;
     }
-    if (!is_out_of_band && size) {
-        memcpy(tensor->data, reader->data, (size_t)size);
-        reader->data += size;
+    else {
+        if (is_out_of_band ? size == 0 : size > reader->data_end - reader->data)
+            return malformed("a tensor has fewer bytes than its shape says");
+        Rebuilt *rebuilt =
+            is_out_of_band ? over_buffer(reader, dimensions, (size_t)size) : new_rebuilt(dimensions, (size_t)size);
+        if (rebuilt == NULL)
+            return NULL;
+        Described *tensor = &rebuilt->managed.tensor;
+        tensor->dtype = (DataType){dtypes[code].code, dtypes[code].bits, 1};
+        int64_t step = 1;
+        for (int i = dimensions - 1; i >= 0; i--) {
+            memcpy(tensor->shape + i, shape + 8 * i, 8);
+            tensor->strides[i] = step;
+            step *= tensor->shape[i] > 1 ? tensor->shape[i] : 1;
+        }
+        if (!is_out_of_band && size) {
+            memcpy(tensor->data, reader->data, (size_t)size);
+            reader->data += size;
+        }
+        void *made = NULL;
+        if (exchange->object_from_managed(&rebuilt->managed, &made) != 0) /* in any case it is torch's now */
+            return NULL;
+        object = made;
     }
-    void *made = NULL;
-    if (exchange->object_from_managed(&rebuilt->managed, &made) != 0) /* in any case it is torch's now */
-        return NULL;
-    PyObject *object = made;
     if (keep_made(reader, object) < 0 ||
         (flags & REQUIRES_GRAD && PyObject_SetAttr(object, name_requires_grad, Py_True) < 0) ||
         (reader->tensors != NULL && PyList_Append(reader->tensors, object) < 0)) {
@@ -881,7 +917,8 @@ static PyObject *read_value(Reader *reader, int depth)
         return read_reference(reader);
     case 't':
     case 'o':
-        return read_tensor(reader, tag == 'o');
+    case 'd':
+        return read_tensor(reader, tag);
     case 'r':
         if (!take_number(reader, &number, sizeof number))
             return NULL;
@@ -898,8 +935,8 @@ static PyObject *read_value(Reader *reader, int depth)
 static PyObject *speedups_read(PyObject *module, PyObject *arguments)
 {
     Py_buffer payload;
-    PyObject *buffers, *tensors, *references = NULL;
-    if (!PyArg_ParseTuple(arguments, "y*OO|O", &payload, &buffers, &tensors, &references))
+    PyObject *buffers, *tensors, *references = NULL, *on_device = Py_None;
+    if (!PyArg_ParseTuple(arguments, "y*OO|OO", &payload, &buffers, &tensors, &references, &on_device))
         return NULL;
     PyObject *value = NULL;
     uint32_t text_bytes;
@@ -916,6 +953,7 @@ static PyObject *speedups_read(PyObject *module, PyObject *arguments)
             .data_end = end,
             .buffers = buffers,
             .references = references,
+            .on_device = on_device == Py_None ? NULL : on_device,
             .tensors = tensors == Py_None ? NULL : tensors,
             .made = reader.first_made,
             .made_room = sizeof reader.first_made / sizeof reader.first_made[0],
@@ -1007,8 +1045,9 @@ static PyObject *speedups_setup(PyObject *module, PyObject *arguments)
 static PyMethodDef functions[] = {
     {"setup", speedups_setup, METH_VARARGS, "setup(version, capsule, Tensor, strided, dtypes): to be called once, before the others."},
     {"write", speedups_write, METH_VARARGS,
-     "write(value, tensors, out_of_band_bytes, reference_class, references): the payload and its buffers; None where pickle must do it."},
-    {"read", speedups_read, METH_VARARGS, "read(payload, buffers, tensors, references): the value."},
+     "write(value, tensors, out_of_band_bytes, reference_class, references, on_devices): the payload and its buffers; None where "
+     "pickle must do it."},
+    {"read", speedups_read, METH_VARARGS, "read(payload, buffers, tensors, references, on_device): the value."},
     {"copy_and_sum", speedups_copy_and_sum, METH_VARARGS,
      "copy_and_sum(target, source, size): copy from one address to another, unless target is 0; the checksum."},
     {NULL, NULL, 0, NULL},

@@ -1,8 +1,9 @@
 """Tensors on devices, taken apart and rebuilt: CUDA tensors, and CPU tensors that a device map sends to a device.
 
 Owns the table of such storages that follows a message's pickle. Copies are made when the pickle is complete, since only
-then all views of a storage are known. The peer's ``devices`` decide how the bytes travel: lent to the peer on the
-device (a ticket), through the host as a buffer of the message, or inside the table.
+then all views of a storage are known. The same table follows a flat payload (``flat.py``), where each storage has one
+tensor that fills its only part. The peer's ``devices`` decide how the bytes travel: lent to the peer on the device (a
+ticket), through the host as a buffer of the message, or inside the table.
 
     table:     for each storage: (target device, its parts by low byte)
     part:      (low byte, compact?, how, what)
@@ -16,7 +17,9 @@ from __future__ import annotations
 
 import pickle
 import struct
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -87,6 +90,20 @@ class DeviceRecord:
         self.storage: torch.UntypedStorage = storage
         self.target: torch.device = target
         self.views: list[View] = []
+
+
+class Beside:
+    """What travels beside a flat payload, as an `Encoding` has it. Mutable: both lists grow."""
+
+    __slots__ = ("buffers", "is_request", "undo")
+
+    def __init__(self, buffers: Sequence[memoryview], is_request: bool) -> None:
+        self.buffers: list[memoryview] = list(buffers)
+        self.is_request: bool = is_request
+        self.undo: list[Callable[[], None]] = []
+
+    def on_failure(self, undo: Callable[[], None]) -> None:
+        self.undo.append(undo)
 
 
 # ---------------------------------------------------------------------- writing
@@ -173,6 +190,40 @@ def write_device_table(encoding: Encoding) -> bytes:
             pieces = parts_of(views) if views else []
             parts = [_write_part(encoding, devices, record, *piece) for piece in pieces]
         table.append((_name(record.target), parts))
+    return _packed(table)
+
+
+def write_flat_table(tensors: list[torch.Tensor], beside: Beside, devices: PeerDevices) -> bytes | None:
+    """Copy the plain tensors of a flat payload and return their table. None: pickle must do it, or say what is wrong.
+
+    Parts that travel as buffers are added to ``beside``.
+    """
+    table: DeviceTable = []
+    try:
+        for tensor in tensors:
+            target = devices.target(tensor.device, beside.is_request)
+            if target is None:
+                break
+            source = tensor.detach() if tensor.requires_grad else tensor
+            size = source.numel() * source.itemsize
+            table.append((_name(target), [_place(beside, devices, target, source, 0, size, True)] if size else []))
+        else:
+            return _packed(table)
+    except Exception:
+        pass
+    except BaseException:
+        _take_back(beside)
+        raise
+    _take_back(beside)
+    return None
+
+
+def _take_back(beside: Beside) -> None:
+    for undo in reversed(beside.undo):
+        undo()
+
+
+def _packed(table: DeviceTable) -> bytes:
     written = pickle.dumps(table, 5)
     return b"".join((written, _length.pack(len(written)), _FORM))
 
@@ -200,7 +251,7 @@ def _write_part(
 
 
 def _place(
-    encoding: Encoding,
+    encoding: Encoding | Beside,
     devices: PeerDevices,
     target: torch.device,
     source: torch.Tensor,
@@ -216,7 +267,7 @@ def _place(
     return low, compact, _TICKET, tuple(placed)
 
 
-def _write_memory(encoding: Encoding, low: int, compact: bool, memory: bytearray | memoryview) -> Part:
+def _write_memory(encoding: Encoding | Beside, low: int, compact: bool, memory: bytearray | memoryview) -> Part:
     if len(memory) <= IN_BAND_LIMIT_BYTES:
         return low, compact, _BYTES, memory if isinstance(memory, bytearray) else bytearray(memory)
     encoding.buffers.append(memoryview(memory))
@@ -229,9 +280,40 @@ def _write_memory(encoding: Encoding, low: int, compact: bool, memory: bytearray
 def read_device_table(payload: bytes | memoryview) -> tuple[DeviceTable, bytes | memoryview]:
     """Split a payload into its device table and the rest."""
     end = len(payload) - 1 - _length.size
+    rest = before_table(payload)
+    table: DeviceTable = loads(payload[len(rest) : end])
+    return table, rest
+
+
+def before_table(payload: bytes | memoryview) -> memoryview:
+    """The part of a payload before its device table."""
+    end = len(payload) - 1 - _length.size
     (length,) = _length.unpack_from(payload, end)
-    table: DeviceTable = loads(payload[end - length : end])
-    return table, memoryview(payload)[: end - length]
+    return memoryview(payload)[: end - length]
+
+
+def rebuild_in_order(decoding: Decoding) -> Callable[[int, tuple[int, ...]], torch.Tensor]:
+    """For `read_flat`: each call returns the tensor of the table's next storage, of that dtype and shape."""
+    assert decoding.devices is not None
+    entries = iter(decoding.devices)
+
+    def rebuild(code: int, shape: tuple[int, ...]) -> torch.Tensor:
+        name, parts = next(entries, ("", []))
+        dtype = DTYPES[code]
+        size = prod(shape) * dtype.itemsize
+        if not name or bool(parts) != bool(size):
+            raise SerializationError("the message describes a tensor on a device, and did not bring it")
+        if not size:
+            return torch.empty(shape, dtype=dtype, device=name)
+        memory = _read_part(decoding, _device(name), parts, 0, (shape, dtype))
+        if memory.dtype is dtype and memory.shape == shape:
+            return memory
+        if memory.numel() * memory.itemsize < size:  # ``set_`` would resize the storage
+            raise SerializationError("the message describes a tensor outside the memory it brought")
+        empty = torch.empty(0, dtype=dtype, device=memory.device)
+        return empty.set_(memory.untyped_storage(), 0, shape, compact_strides(shape, (1,) * len(shape)))
+
+    return rebuild
 
 
 def drop_tickets(table: DeviceTable, peer: Any) -> None:

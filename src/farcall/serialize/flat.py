@@ -1,4 +1,4 @@
-"""The flat form of a payload: plain values and plain CPU tensors, as most calls carry, without pickle.
+"""The flat form of a payload: plain values and plain tensors, as most calls carry, without pickle.
 
 ``_speedups.c`` is a compiled copy of this code, used if it could be built and torch supports DLPack's exchange API;
 ``FARCALL_SPEEDUPS=0`` switches it off. Every member reads this form; members without the compiled code write pickles.
@@ -13,11 +13,12 @@
     t u8 u8 u8 i64*n   tensor: dtype (``rebuild.py``), 1 if it requires a gradient, number of dimensions, shape;
                        its elements are the next ones in ``data``, row by row
     o u8 u8 u8 i64*n   the same of OUT_OF_BAND_BYTES or more: its elements are the next buffer of the message
+    d u8 u8 u8 i64*n   the same on a device: its elements are the next storage of the table in ``devices.py``
     r u32              a tensor that came before: its number among the tensors of the message, from 0
     n                  a reference: the next one in the notes of the message
 
 All integers are little-endian. `write_flat` returns None for a value that does not fit: a subclass, another class, a
-tensor with strides, attributes or another device, and a container, reference, storage or large ``bytes`` met twice,
+tensor with strides or attributes, and a container, reference, storage or large ``bytes`` met twice,
 whose identity only pickle keeps. It does not know frames. Invariant: a reader compares every length with the bytes that
 are left. (Writer and reader share a file because they are read side by side, and beside their C copies.)
 """
@@ -40,7 +41,7 @@ FLAT = ord("F")
 OUT_OF_BAND_BYTES = 64 * 1024
 """From this size on, a tensor's elements are a buffer of the message, which may travel through shared memory."""
 
-_VERSION = 4
+_VERSION = 5
 """The version of the format that ``_speedups.c`` and this file share: a library with another version is not used."""
 _MOST_DEPTH = 32
 _MOST_DIMENSIONS = 64
@@ -59,6 +60,7 @@ _end = struct.Struct("<IB")
 Written = tuple[bytes, list[memoryview] | tuple[()]]
 Tensors = list[torch.Tensor] | None
 References = list[Any] | None
+OnDevice = Callable[[int, tuple[int, ...]], torch.Tensor] | None
 
 
 class _NotFlat(Exception):
@@ -74,6 +76,7 @@ class _Writer:
         "kept",
         "most_text_bytes",
         "numbers",
+        "on_devices",
         "out_of_band_bytes",
         "reference_class",
         "references",
@@ -89,7 +92,9 @@ class _Writer:
         most_text_bytes: int = _MOST_TEXT_BYTES,
         reference_class: type[Any] | None = None,
         references: References = None,
+        on_devices: Tensors = None,
     ) -> None:
+        self.on_devices = on_devices
         self.most_text_bytes = most_text_bytes
         self.out_of_band_bytes = out_of_band_bytes
         self.reference_class = reference_class
@@ -164,7 +169,10 @@ class _Writer:
             return
         self.numbers[id(tensor)] = len(self.numbers)
         self.kept.append(tensor)
-        if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_neg() or tensor.is_nested:
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_neg() or tensor.is_nested:
+            raise _NotFlat
+        on_devices = None if tensor.is_cpu else self.on_devices
+        if on_devices is None and not tensor.is_cpu:
             raise _NotFlat
         dtype = tensor.dtype
         code = CODES.get(dtype)
@@ -179,12 +187,15 @@ class _Writer:
             raise _NotFlat  # an empty tensor, whose shape `_read_tensor` refuses
         size = int(prod(shape)) * dtype.itemsize
         is_large = size >= self.out_of_band_bytes
+        tag = b"d" if on_devices is not None else b"o" if is_large else b"t"
         self.text += (
-            _tensor.pack(b"o" if is_large else b"t", code, tensor.requires_grad, len(shape)),
+            _tensor.pack(tag, code, tensor.requires_grad, len(shape)),
             struct.pack(f"<{len(shape)}q", *shape),
         )
         if self.tensors is not None:
             self.tensors.append(tensor)
+        if on_devices is not None:
+            on_devices.append(tensor)
         if not size:
             return
         storage = tensor.untyped_storage()
@@ -193,6 +204,8 @@ class _Writer:
         low = int(tensor.storage_offset()) * dtype.itemsize
         if low + size > storage.nbytes() or not storage.data_ptr():
             raise _NotFlat  # the storage was shrunk, or holds torch's lazy zeros
+        if on_devices is not None:
+            return
         if is_large:
             self.buffers.append(memory_of(storage, low, low + size))
         else:
@@ -219,9 +232,10 @@ def write_in_python(
     out_of_band_bytes: int,
     reference_class: type[Any] | None = None,
     references: References = None,
+    on_devices: Tensors = None,
 ) -> Written | None:
     """See `write_flat`."""
-    writer = _Writer(tensors, out_of_band_bytes, _MOST_TEXT_BYTES, reference_class, references)
+    writer = _Writer(tensors, out_of_band_bytes, _MOST_TEXT_BYTES, reference_class, references, on_devices)
     try:
         writer.write(value)
     except (_NotFlat, RuntimeError, UnicodeEncodeError):  # RuntimeError: torch has no address for this tensor
@@ -280,6 +294,7 @@ class _Reader:
         "made",
         "next_buffer",
         "next_reference",
+        "on_device",
         "payload",
         "references",
         "tensors",
@@ -288,7 +303,12 @@ class _Reader:
     )
 
     def __init__(
-        self, payload: memoryview, buffers: Sequence[memoryview], tensors: Tensors, references: Sequence[Any]
+        self,
+        payload: memoryview,
+        buffers: Sequence[memoryview],
+        tensors: Tensors,
+        references: Sequence[Any],
+        on_device: OnDevice,
     ) -> None:
         self.data_end: int = len(payload) - _end.size
         if self.data_end < 0:
@@ -302,6 +322,7 @@ class _Reader:
         self.buffers: Sequence[memoryview] = buffers
         self.next_buffer: int = 0
         self.references = references
+        self.on_device = on_device
         self.next_reference: int = 0
         self.made: list[torch.Tensor] = []
         self.tensors = tensors
@@ -332,8 +353,8 @@ class _Reader:
                     raise _malformed("a reference is missing in its notes")
                 self.next_reference += 1
                 return self.references[self.next_reference - 1]
-            case 0x74 | 0x6F:  # t, o
-                return self._read_tensor(tag == 0x6F)
+            case 0x74 | 0x6F | 0x64:  # t, o, d
+                return self._read_tensor(tag)
             case 0x72:  # r
                 number = self._number()
                 if number >= len(self.made):
@@ -362,7 +383,7 @@ class _Reader:
             made[key] = self.read(depth)
         return made
 
-    def _read_tensor(self, is_large: bool) -> torch.Tensor:
+    def _read_tensor(self, tag: int) -> torch.Tensor:
         code, flags, dimensions = self.take(3, "a tensor's description is cut off")
         if code > _MOST_CODE or flags > _REQUIRES_GRAD or dimensions > _MOST_DIMENSIONS:
             raise _malformed("a tensor's description makes no sense")
@@ -370,7 +391,22 @@ class _Reader:
         dtype = DTYPES[code]
         if dimensions and (min(shape) < 0 or _extent_bytes(shape, dtype) >= 1 << 63):
             raise _malformed("a tensor's shape makes no sense")
+        if tag == 0x64:
+            if self.on_device is None:
+                raise _malformed("it has a tensor on a device, and no table of devices")
+            tensor = self.on_device(code, shape)
+        else:
+            tensor = self._over_memory(shape, dtype, tag == 0x6F)
+        if flags & _REQUIRES_GRAD:
+            tensor.requires_grad_(True)
+        self.made.append(tensor)
+        if self.tensors is not None:
+            self.tensors.append(tensor)
+        return tensor
+
+    def _over_memory(self, shape: tuple[int, ...], dtype: torch.dtype, is_large: bool) -> torch.Tensor:
         size = prod(shape) * dtype.itemsize
+        memory: bytearray | memoryview
         if is_large:
             memory = self._take_buffer(size)
         else:
@@ -378,18 +414,10 @@ class _Reader:
                 raise _malformed("a tensor has fewer bytes than its shape says")
             memory = bytearray(self.payload[self.data_at : self.data_at + size])
             self.data_at += size
-        if size:
-            tensor = torch.frombuffer(memory, dtype=dtype).as_strided_(shape, _row_major(shape))
-            if tensor.data_ptr() % 16:
-                tensor = tensor.clone()
-        else:
-            tensor = torch.empty(shape, dtype=dtype, device="cpu")
-        if flags & _REQUIRES_GRAD:
-            tensor.requires_grad_(True)
-        self.made.append(tensor)
-        if self.tensors is not None:
-            self.tensors.append(tensor)
-        return tensor
+        if not size:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        tensor = torch.frombuffer(memory, dtype=dtype).as_strided_(shape, _row_major(shape))
+        return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
     def _take_buffer(self, size: int) -> bytearray | memoryview:
         if not size:
@@ -411,10 +439,14 @@ def _malformed(what: str) -> ValueError:
 
 
 def read_in_python(
-    payload: bytes | memoryview, buffers: Sequence[memoryview], tensors: Tensors, references: Sequence[Any] = ()
+    payload: bytes | memoryview,
+    buffers: Sequence[memoryview],
+    tensors: Tensors,
+    references: Sequence[Any] = (),
+    on_device: OnDevice = None,
 ) -> Any:
     """See `read_flat`."""
-    reader = _Reader(memoryview(payload), buffers, tensors, references)
+    reader = _Reader(memoryview(payload), buffers, tensors, references, on_device)
     value = reader.read()
     if reader.text_at != reader.text_end or reader.data_at != reader.data_end:
         raise _malformed("there is more of it than it tells of")
@@ -447,14 +479,17 @@ speedups: str = _loaded if isinstance(_loaded, str) else ""
 copy_and_sum: Callable[[int, int, int], int] | None = getattr(_loaded, "copy_and_sum", None)
 """A compiled function of `weights/checksums.py`; None without the library."""
 write_flat: Callable[..., Written | None] = _leave_to_pickle if speedups else _loaded.write
-"""``write_flat(value, tensors, out_of_band_bytes, reference_class, references)``: the payload and its buffers; None:
-pickle must write the value.
+"""``write_flat(value, tensors, out_of_band_bytes, reference_class, references, on_devices)``: the payload and its
+buffers; None: pickle must write the value.
 
 Tensors met are appended to the list ``tensors``, unless that is None. Instances of exactly ``reference_class`` are
-appended to the list ``references``; without one, pickle must write them.
+appended to the list ``references``, and tensors on devices to the list ``on_devices``; without such a list, pickle must
+write them.
 """
 read_flat: Callable[..., Any] = read_in_python if speedups else _loaded.read
-"""``read_flat(payload, buffers, tensors, references)``: the value. Its large tensors view the buffers.
+"""``read_flat(payload, buffers, tensors, references, on_device)``: the value. Its large tensors view the buffers.
+
+``on_device(code, shape)`` returns the next tensor of the table of devices.
 
 Raises:
     ValueError: the payload is malformed.

@@ -39,9 +39,19 @@ from farcall.serialize.context import (
     enter_decoding,
     enter_encoding,
 )
-from farcall.serialize.devices import DEVICES_FORM, drop_tickets, read_device_table, write_device_table
+from farcall.serialize.devices import (
+    DEVICES_FORM,
+    Beside,
+    before_table,
+    drop_tickets,
+    has_devices,
+    read_device_table,
+    rebuild_in_order,
+    write_device_table,
+    write_flat_table,
+)
 from farcall.serialize.diagnosis import find_culprit
-from farcall.serialize.flat import FLAT, OUT_OF_BAND_BYTES, read_flat, write_copied, write_flat
+from farcall.serialize.flat import FLAT, OUT_OF_BAND_BYTES, Written, read_flat, write_copied, write_flat
 from farcall.serialize.functions import forget_names
 from farcall.serialize.policy import REDUCERS, REFERENCES
 from farcall.serialize.recording import RECORDING
@@ -75,9 +85,17 @@ def write_value(frame: Frame, value: Any, peer: Any = None) -> None:
     reducer = REDUCERS[torch.Tensor]
     if reducer is reduce_tensor or (reducer is reduce_mapped and getattr(peer, "devices", None) is None):
         references: list[Any] | None = [] if INSTALLED.takes_pickles else None
-        written = write_flat(value, tensors, OUT_OF_BAND_BYTES, REFERENCES.kind, references)
-        if written is not None and (not references or _fork_references(frame, references, peer)):
-            frame.payload, frame.buffers = written
+        on_devices: list[torch.Tensor] | None = None
+        if references is not None and getattr(peer, "devices", None) is not None:
+            on_devices = []
+        written = write_flat(value, tensors, OUT_OF_BAND_BYTES, REFERENCES.kind, references, on_devices)
+        if (
+            written is not None
+            and (not references or _fork_references(frame, references, peer))
+            and (not on_devices or _copy_to_devices(frame, written, on_devices, peer))
+        ):
+            if not on_devices:
+                frame.payload, frame.buffers = written
             if tensors is not None:
                 frame.message_id = recording.record_send(peer, tensors)
             return
@@ -137,6 +155,26 @@ def _fork_references(frame: Frame, references: list[Any], peer: Any) -> bool:
     return True
 
 
+def _copy_to_devices(frame: Frame, written: Written, tensors: list[torch.Tensor], peer: Any) -> bool:
+    """Write a flat payload with tensors on devices into ``frame``. False: pickle does it, or says why not."""
+    payload, buffers = written
+    beside = Beside(buffers, frame.kind == REQUEST)
+    table: bytes | None = None
+    try:
+        table = write_flat_table(tensors, beside, peer.devices)
+    finally:
+        if table is None:  # take back the forks of the references, too
+            for take_back in reversed(frame.undo):
+                take_back()
+            frame.forks = frame.undo = ()
+    if table is None:
+        return False
+    frame.payload = payload + table
+    frame.buffers = beside.buffers
+    frame.undo = (*frame.undo, *beside.undo)
+    return True
+
+
 def _write_without_pickle(frame: Frame, value: Any, tensors: list[torch.Tensor] | None, peer: Any) -> None:
     """Write a value that `write_flat` refused, for members that accept no pickles (``trust="data"``)."""
     try:
@@ -190,6 +228,8 @@ def restrict(allowance: Allowance | None) -> None:
 
 def takes_long(payload: bytes | memoryview) -> bool:
     """May reading this payload take long, or run the user's code?"""
+    if has_devices(payload):
+        payload = before_table(payload)
     if payload[-1:] == FLAT_FORM:
         return False
     return len(payload) >= LARGE_BYTES or _NAMES_A_CLASS in bytes(payload)
@@ -242,6 +282,10 @@ def _read(
         if form == DEVICES_FORM:
             devices, payload = read_device_table(payload)
             form = payload[-1]
+            if form == FLAT:
+                decoding = Decoding(buffers, peer)
+                decoding.devices = devices
+                return read_flat(payload, buffers, tensors, forks, rebuild_in_order(decoding))
         segments = _read_table(payload) if form == _SEGMENTED[0] else None
         decoding = Decoding(buffers, peer, tensors, segments, forks)
         decoding.devices = devices

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from tests.kit.values import decode, encode, encode_call
 
 from farcall.errors import Delivery, NetworkError, SerializationError
 from farcall.protocol.frames import REQUEST, Frame
-from farcall.serialize import discard, has_devices, map_cpu_tensors, withdraw
+from farcall.serialize import discard, has_devices, map_cpu_tensors, withdraw, write_call
 from farcall.serialize.context import IfUnsent
-from farcall.serialize.devices import DEVICES_FORM, Form, read_device_table
+from farcall.serialize.devices import DEVICES_FORM, Form, before_table, read_device_table
+from farcall.serialize.flat import FLAT, Written
+from farcall.serialize.pickler import takes_long
 from farcall.serialize.policy import REDUCERS
 
 CUDA = torch.device("cuda", 0)
@@ -180,3 +183,126 @@ def test_what_was_lent_is_taken_back_only_if_the_message_cannot_have_arrived(
     except NetworkError:
         withdraw(frame)
     assert log == ["lent"] * taken_back + ["noted"]
+
+
+# ---------------------------------------------------------------------- beside a flat payload
+
+SHAPE = (5, 5)
+
+
+class Lending(FakePeer):
+    """A peer whose devices take every tensor; a large one by a ticket, of which there are only so many."""
+
+    def __init__(self, tickets: int = 9) -> None:
+        super().__init__()
+        self.copies = True
+        self.tickets = tickets
+        self.withdrawn: list[Any] = []
+
+    def place(
+        self, source: torch.Tensor, size: int, target: torch.device, is_request: bool
+    ) -> tuple[Any, ...] | bytearray:
+        assert not source.requires_grad
+        if size < 100:
+            return bytearray(source.numpy().tobytes())
+        self.tickets -= 1
+        if self.tickets < 0:
+            raise MemoryError("no more tickets")
+        return "t", size
+
+    def take_back(self, ticket: Any) -> None:
+        self.withdrawn.append(ticket)
+
+
+def flat_writer(count: int) -> Callable[..., Written]:
+    """A stand-in for `write_flat` where CPU tensors count as tensors on a device: a tuple of ``count`` of them."""
+
+    def write(value: Any, tensors: Any, limit: int, kind: Any, references: Any, on_devices: Any) -> Written:
+        on_devices.extend(value)
+        text = struct.pack("<cI", b"(", count)
+        for tensor in value:
+            dims = tensor.dim()
+            text += struct.pack(f"<cBBB{dims}q", b"d", 0, tensor.requires_grad, dims, *tensor.shape)
+        return text + struct.pack("<IB", len(text), FLAT), ()
+
+    return write
+
+
+def write_flatly(monkeypatch: pytest.MonkeyPatch, values: tuple[torch.Tensor, ...], peer: FakePeer) -> Frame:
+    monkeypatch.setattr("farcall.serialize.pickler.write_flat", flat_writer(len(values)))
+    frame = Frame(REQUEST)
+    write_call(frame, values, peer)
+    return frame
+
+
+def test_tensors_of_a_flat_payload_come_from_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Lending()
+    small = torch.arange(4.0, requires_grad=True)
+    frame = write_flatly(monkeypatch, (small, torch.zeros(SHAPE)), peer)
+    assert has_devices(frame.payload)
+    assert bytes(before_table(frame.payload))[-1] == FLAT
+    assert not takes_long(frame.payload)
+    met: list[torch.Tensor] = []
+    back, lent = decode(frame.payload, frame.buffers, peer, met)
+    assert torch.equal(back, small)
+    assert back.requires_grad
+    assert (lent.shape, lent.dtype) == (SHAPE, torch.float32)
+    assert [id(tensor) for tensor in met] == [id(back), id(lent)]
+    assert peer.taken == [("t", 100)]
+    assert peer.dropped == []
+
+
+def test_a_flat_payload_that_nobody_reads_gives_its_tickets_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Lending()
+    frame = write_flatly(monkeypatch, (torch.zeros(SHAPE),), peer)
+    discard(frame.payload, peer)
+    assert peer.dropped == [("t", 100)]
+    frame = write_flatly(monkeypatch, (torch.zeros(SHAPE),), peer)
+    withdraw(frame)
+    assert peer.withdrawn == [("t", 100)]
+
+
+@pytest.mark.parametrize("refuse", ["no ticket", "no map"])
+def test_what_cannot_be_copied_to_a_device_is_left_to_pickle(monkeypatch: pytest.MonkeyPatch, refuse: str) -> None:
+    peer = Lending(tickets=1)
+    if refuse == "no map":
+        targets = iter([CUDA, None])
+        monkeypatch.setattr(peer, "target", lambda device, is_request: next(targets))
+    values = torch.zeros(SHAPE), torch.ones(SHAPE)
+    frame = write_flatly(monkeypatch, values, peer)
+    assert peer.withdrawn == [("t", 100)]
+    assert frame.undo == ()
+    assert not has_devices(frame.payload)
+    for value, back in zip(values, decode(frame.payload, frame.buffers, peer), strict=True):
+        assert torch.equal(value, back)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        [],
+        [("cuda:0", [])],
+        [("cuda:0", [(0, True, 0, ("t", 8))])],
+        [("cuda:0", [(0, True, 2, b"short")])],
+    ],
+)
+def test_a_flat_payload_with_another_table_is_refused(
+    monkeypatch: pytest.MonkeyPatch, table: list[tuple[str, list[Any]]]
+) -> None:
+    peer = Lending()
+    peer.copies = False
+    frame = write_flatly(monkeypatch, (torch.zeros(SHAPE),), peer)
+    written = pickle.dumps(table, 5)
+    payload = bytes(before_table(frame.payload)) + written + len(written).to_bytes(4, "little") + bytes([DEVICES_FORM])
+    with pytest.raises(SerializationError, match=r"on a device|outside the memory"):
+        decode(payload, (), peer)
+    assert len(peer.taken) == sum(part[2] == 0 for _, parts in table for part in parts)
+
+
+def test_tickets_behind_one_that_cannot_be_read_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Lending()
+    frame = write_flatly(monkeypatch, (torch.zeros(SHAPE), torch.zeros(SHAPE)), peer)
+    monkeypatch.setattr(peer, "take", lambda *_: 1 / 0)
+    with pytest.raises(SerializationError):
+        decode(frame.payload, frame.buffers, peer)
+    assert peer.dropped == [("t", 100)]  # the first one is the business of `take`

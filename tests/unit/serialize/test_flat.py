@@ -323,6 +323,49 @@ def test_references_travel_as_notes(implementation: Any) -> None:
     assert write([one, one], None, 65536, Reference, []) is None
 
 
+def flat_payload(text: bytes) -> bytes:
+    return text + struct.pack("<IB", len(text), flat.FLAT)
+
+
+ON_DEVICE = struct.pack("<cBBB2q", b"d", 0, 1, 2, 3, 4)
+"""A float32 tensor of 3 x 4 on a device, which requires a gradient."""
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_tensors_on_devices_are_made_by_their_table(implementation: Any) -> None:
+    read = implementation[1]
+    asked: list[Any] = []
+
+    def on_device(code: int, shape: tuple[int, ...]) -> torch.Tensor:
+        asked.append((code, shape))
+        return torch.ones(shape)
+
+    met: list[torch.Tensor] = []
+    text = struct.pack("<cI", b"(", 3) + ON_DEVICE + b"N" + struct.pack("<cI", b"r", 0)
+    first, nothing, again = read(flat_payload(text), (), met, (), on_device)
+    assert asked == [(0, (3, 4))]
+    assert nothing is None
+    assert again is first
+    assert met == [first]
+    assert first.requires_grad
+    assert (first.shape, first.dtype) == ((3, 4), torch.float32)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_tensor_on_a_device_without_a_table_is_refused(implementation: Any) -> None:
+    read = implementation[1]
+    with pytest.raises(ValueError, match="no table of devices"):
+        read(flat_payload(ON_DEVICE), (), None)
+    with pytest.raises(ValueError, match="shape makes no sense"):
+        read(flat_payload(struct.pack("<cBBB2q", b"d", 0, 0, 2, -3, 4)), (), None, (), lambda *_: torch.ones(1))
+
+    def broken(code: int, shape: tuple[int, ...]) -> torch.Tensor:
+        raise LookupError("the device is gone")
+
+    with pytest.raises(LookupError, match="the device is gone"):
+        read(flat_payload(ON_DEVICE), (), None, (), broken)
+
+
 @compiled
 @pytest.mark.parametrize("refusal", [None, LookupError("it is gone")])
 def test_a_reference_that_cannot_be_forked_is_left_to_pickle(
