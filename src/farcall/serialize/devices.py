@@ -286,10 +286,10 @@ def read_device_table(payload: bytes | memoryview) -> tuple[DeviceTable, bytes |
 
 
 def before_table(payload: bytes | memoryview) -> memoryview:
-    """The part of a payload before its device table."""
+    """The part of a payload before its device table; empty if the table is longer than the payload."""
     end = len(payload) - 1 - _length.size
-    (length,) = _length.unpack_from(payload, end)
-    return memoryview(payload)[: end - length]
+    begin = end - _length.unpack_from(payload, end)[0] if end >= 0 else 0
+    return memoryview(payload)[: max(begin, 0)]
 
 
 def rebuild_in_order(decoding: Decoding) -> Callable[[int, tuple[int, ...]], torch.Tensor]:

@@ -306,3 +306,10 @@ def test_tickets_behind_one_that_cannot_be_read_are_given_back(monkeypatch: pyte
     with pytest.raises(SerializationError):
         decode(frame.payload, frame.buffers, peer)
     assert peer.dropped == [("t", 100)]  # the first one is the business of `take`
+
+
+@pytest.mark.parametrize("payload", [b"D", b"xyzD", b"\xff\xff\xff\xffD", b"F\x00\x00\x00\x00D", b"\x05\x00\x00\x00D"])
+def test_a_table_of_impossible_length_is_refused(payload: bytes) -> None:
+    takes_long(payload)  # it is asked on the thread that reads the link: it must not raise
+    with pytest.raises(SerializationError):
+        decode(payload, (), Lending())
