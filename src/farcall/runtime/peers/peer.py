@@ -277,8 +277,11 @@ class RemotePeer(Peer):
             # other.
             in_loop = awaited is None and frame.serial is None and in_event_loop()
             if interrupts or self.link.on_io_thread() or in_loop:
+                if kind != LETTER:
+                    # Once we return, the caller may change its tensors, and so may the next function on this thread, or
+                    # the next call of a serial object, change what the last one has returned.
+                    pieces = [bytes(piece) for piece in pieces]
                 if kind == REQUEST:
-                    pieces = [bytes(piece) for piece in pieces]  # the caller may change its tensors once we return
                     self._unwritten[frame.call_id] = []
                 self._write_later(partial(self._write, frame, pieces, deadline, instead, buffers))
             else:
