@@ -28,6 +28,8 @@ import torch
 ALIGNMENT_BYTES = 64
 #: Smaller buffers come from the ordinary heap, which recycles them well itself.
 SMALLEST_RECYCLED_BYTES = 64 * 1024
+# The holder of a pool's lock needs microseconds. A destructor that interrupts it on its own thread would wait for ever.
+_PATIENCE_S = 0.05
 # A request may take idle memory up to this many size classes above its own, each up to an eighth larger.
 _NEAR_FITS = 4
 
@@ -144,10 +146,14 @@ class ReceivePool:
         if self._closed:
             return _fresh(size)  # pages cost nothing until bytes arrive, however many bytes a peer has announced
         capacity = rounded_size(size)
-        with self._lock:
-            if self._returned:
-                self._collect()
-            memory = self._take_idle(capacity)
+        memory = None
+        if self._lock.acquire(True, _PATIENCE_S):
+            try:
+                if self._returned:
+                    self._collect()
+                memory = self._take_idle(capacity)
+            finally:
+                self._lock.release()
         if memory is None:
             memory = _fresh(capacity)
         # The lease watches a slice, which dies; "memory" itself returns to the pool.

@@ -112,8 +112,7 @@ class GivenBack:
 
     def settled(self) -> None:
         """End the attempt after the bytes were copied, because the block had other uses: it is released as usual."""
-        self._map._returning.pop(id(self._lease), None)
-        if self.last_use:  # another thread ended the last use during the copy
+        if self._map._returning.pop(id(self._lease), None) is None:  # another thread ended the last use during the copy
             self._map.owe(*self._lease.holder)
 
     def gone(self) -> None:
@@ -266,7 +265,7 @@ class SegmentMap:
         if self.in_use.get((segment_id, offset)) is lease:
             del self.in_use[segment_id, offset]
         if self._returning:
-            given = self._returning.get(id(lease))
+            given = self._returning.pop(id(lease), None)  # atomic: else `settled`, at this moment, would owe nothing
             if given is not None:
                 given.last_use = True
                 return

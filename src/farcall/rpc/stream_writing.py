@@ -69,6 +69,8 @@ class _Segment(msgspec.Struct):
     size_bytes: int
     alone: bool
     """Is it a letter of its own?"""
+    copied: bool
+    """Are its buffers copies, which nobody changes?"""
 
 
 class Writer:
@@ -133,6 +135,7 @@ class Writer:
         segment = self._segment(item)
         try:
             while self._must_wait():
+                _keep(segment)
                 gate = Gate()
                 if self._waits_at(gate):
                     with self.waiting():
@@ -152,6 +155,7 @@ class Writer:
         segment = self._segment(item)
         try:
             while self._must_wait():
+                _keep(segment)
                 gate = LoopGate(asyncio.get_running_loop())
                 if self._waits_at(gate):
                     await gate.passed
@@ -184,10 +188,10 @@ class Writer:
         frame.kind, frame.call_id = LETTER, STREAMS
         size_bytes = frame.size_bytes
         alone = bool(frame.undo) or size_bytes >= MOST_BYTES or has_devices(frame.payload)
-        if frame.buffers and (not alone or getattr(self.peer, "lending", None) is None):
-            # Copy: the producer may change the memory as soon as `put` returns. Shared memory gets its own copy anyway.
-            frame.buffers = [memoryview(bytearray(buffer)) for buffer in frame.buffers]
-        return _Segment(1, frame, size_bytes, alone)
+        segment = _Segment(1, frame, size_bytes, alone, not frame.buffers)
+        if not alone or getattr(self.peer, "lending", None) is None:
+            _keep(segment)  # shared memory gets its own copy, in `put`
+        return segment
 
     def _add(self, item: Any, segment: _Segment | None) -> None:
         now = perf_counter()
@@ -246,7 +250,7 @@ class Writer:
         """Make one segment of the plain items. The caller holds the lock."""
         frame = Frame(LETTER)
         write_value(frame, self._plain, self.peer)
-        segment = _Segment(len(self._plain), frame, frame.size_bytes, False)
+        segment = _Segment(len(self._plain), frame, frame.size_bytes, False, True)
         self._machine.send(0, segment.size_bytes)
         self._waiting_bytes += segment.size_bytes
         self._segments.append(segment)
@@ -287,6 +291,13 @@ class Writer:
         except BaseException:
             withdraw(frame)
             raise
+
+
+def _keep(segment: _Segment | None) -> None:
+    """Copy the memory of an item: it keeps the value that it had when it was put, whoever changes it from now on."""
+    if segment is not None and not segment.copied:
+        segment.frame.buffers = [memoryview(bytearray(buffer)) for buffer in segment.frame.buffers]
+        segment.copied = True
 
 
 def _withdraw(segment: _Segment | None) -> None:

@@ -17,6 +17,7 @@ import farcall
 from farcall.errors import RpcError, RpcTimeout
 from farcall.observe import answering
 from farcall.observe.troubles import Trouble, find_troubles
+from farcall.options import MemoryOptions
 from farcall.runtime.calls import pending
 
 made: list[Actor] = []
@@ -276,3 +277,32 @@ def test_handles_say_that_they_make_serial_objects() -> None:
     assert handle != farcall.worker("w1")
     assert repr(handle) == "farcall.worker('w1', serial=True)"
     assert handle.options(timeout=2.0) == farcall.worker("w1").options(timeout=2.0, serial=True)
+
+
+class State:
+    """Returns the tensor that its next call changes."""
+
+    def __init__(self) -> None:
+        self.values = torch.zeros(1 << 16)
+
+    def get(self) -> torch.Tensor:
+        return self.values
+
+    def add(self) -> None:
+        self.values += 1
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_result_has_the_values_of_its_own_call(shared_memory: bool) -> None:
+    """Also one that the I/O thread leaves to a worker to write, since it is large and does not go by shared memory."""
+    with team([None] * 2, memory=MemoryOptions(shared_memory=shared_memory)) as nodes:
+        state = nodes[0]["w1"].options(serial=True).create(State)
+        for _ in range(50):  # now these are known as quick: the I/O thread runs them
+            state.rpc_sync().add()
+            state.rpc_sync().get()
+        futures = []
+        for _ in range(100):
+            futures.append(state.rpc_async().get())
+            state.rpc_async().add()
+        for number, future in enumerate(futures, 50):
+            assert future.wait().unique().tolist() == [number]

@@ -463,3 +463,24 @@ def test_a_look_at_the_workers_shows_how_far_a_stream_is(nodes: list[farcall.Nod
     [made] = [call.function for call in nodes[0].snapshot().calls]
     assert made.startswith("forever (stream, ")
     stream.close()
+
+
+def yield_shared(up_to: int) -> Iterator[torch.Tensor]:
+    SEEN["shared"] = torch.zeros(1 << 18)
+    for index in range(up_to):
+        SEEN["made"] = index
+        yield SEEN["shared"]
+
+
+def test_an_item_that_waits_for_credit_keeps_its_value(nodes: list[farcall.Node], ps: farcall.Worker) -> None:
+    """Others may change its memory while it waits: the object's next call, or another coroutine."""
+    list(ps.stream(yield_shared, 3))  # introduces the segments
+    up_to = 2 * WINDOW_BYTES // (1 << 20)
+    stream = iter(ps.stream(yield_shared, up_to))
+    items = [next(stream)]
+    (request,) = runtime_of(nodes[1]).server.active
+    wait_until(lambda: request.writer._gate is not None)  # type: ignore[attr-defined]
+    waiting = SEEN["made"]
+    SEEN["shared"] += 1
+    items += stream
+    assert [item.unique().tolist() for item in items] == [[float(number > waiting)] for number in range(up_to)]

@@ -156,3 +156,33 @@ def test_a_peer_cannot_give_back_what_it_does_not_hold(pool: SegmentPool) -> Non
     assert block is not None
     with pytest.raises(SegmentRefused, match="does not hold"):
         pool.take_back(block.segment_id, block.offset, SIZE_BYTES, "peer")
+
+
+class _Slow(dict[int, object]):
+    """The first step of the thread that ends the last use is followed by the end of the copy on the other thread."""
+
+    def __init__(self, settled: object) -> None:
+        self.settled = [settled]
+
+    def _then(self, found: object) -> object:
+        for settled in [self.settled.pop()] if self.settled else []:
+            settled()  # type: ignore[operator]
+        return found
+
+    def get(self, key: int, default: object = None) -> object:  # type: ignore[override]
+        return self._then(super().get(key, default))
+
+    def pop(self, key: int, default: object = None) -> object:  # type: ignore[override]
+        return self._then(super().pop(key, default))
+
+
+def test_the_last_use_that_ends_as_the_copy_does_is_released(received: Received) -> None:
+    segments, stored = received
+    answer = [memoryview(stored[0])]
+    given = segments.give_back(answer, 0)
+    assert given is not None
+    slow = _Slow(given.settled)
+    slow.update(segments._returning)
+    segments._returning = slow  # type: ignore[assignment]
+    stored.clear()
+    assert segments.take_releases() == [(given.segment_id, given.offset)]

@@ -123,7 +123,8 @@ class Executor:
         self._on_thread_start = on_thread_start
         self.tasks: deque[Task] = deque()
         """Tasks that no worker has taken yet; other classes only look whether it is empty."""
-        self._lock = threading.Lock()
+        # Re-entrant: while a thread is made under it, a garbage collection may run a destructor that submits a task.
+        self._lock = threading.RLock()
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
         self._hunters = 0
@@ -151,7 +152,7 @@ class Executor:
         Read ``waiting`` first, then this: no task escapes both, because a worker is busy before it takes a task.
         """
         with self._lock:
-            return sum(worker.busy for worker in self._workers)
+            return sum(worker.busy for worker in list(self._workers))
 
     @property
     def at_peace(self) -> bool:
@@ -382,7 +383,7 @@ class Executor:
         # the exception would hit the new thread, which would end before it reports its start, and the starter would
         # wait for that report for ever.
         with self._lock:
-            for worker in self._workers:
+            for worker in list(self._workers):
                 thread = worker.thread
                 if thread is not None and thread is not threading.current_thread() and thread.ident is not None:
                     number = ctypes.c_ulong(thread.ident)

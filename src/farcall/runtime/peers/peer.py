@@ -41,7 +41,7 @@ from farcall.protocol.member import incarnation_text
 from farcall.protocol.messages import LEFT
 from farcall.runtime.calls.admission import Fullness
 from farcall.runtime.calls.executor import Task
-from farcall.runtime.io.reader import in_event_loop, reading
+from farcall.runtime.io.reader import in_event_loop, is_interrupted, reading
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.link import Link, peer_dead
 from farcall.runtime.link.receive import Awaited
@@ -244,8 +244,10 @@ class RemotePeer(Peer):
             raise self.lost(Delivery.NOT_SENT)  # before the buffers are copied
         buffers: list[memoryview | Ticket] = []
         lending = self.lending
+        # In a destructor, this thread may hold the lock of the shared memory or of the link already.
+        interrupts = reading.interrupted is not None and is_interrupted()
         try:
-            if lending is None:
+            if lending is None or interrupts:
                 buffers.extend(frame.buffers)
             else:
                 self.shared_bytes_sent += lending.place(frame.buffers, buffers, deadline, kind == RESPONSE)
@@ -273,9 +275,13 @@ class RemotePeer(Peer):
             # A large write may block. The I/O thread must not wait for a peer, nor an event loop at all, so a worker
             # writes instead; but the calls of an object that is called in order (``serial``) must not overtake each
             # other.
-            if self.link.on_io_thread() or (awaited is None and frame.serial is None and in_event_loop()):
+            in_loop = awaited is None and frame.serial is None and in_event_loop()
+            if interrupts or self.link.on_io_thread() or in_loop:
+                if kind != LETTER:
+                    # Once we return, the caller may change its tensors, and so may the next function on this thread, or
+                    # the next call of a serial object, change what the last one has returned.
+                    pieces = [bytes(piece) for piece in pieces]
                 if kind == REQUEST:
-                    pieces = [bytes(piece) for piece in pieces]  # the caller may change its tensors once we return
                     self._unwritten[frame.call_id] = []
                 self._write_later(partial(self._write, frame, pieces, deadline, instead, buffers))
             else:
