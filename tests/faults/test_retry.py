@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
 import pytest
 import torch
 from tests.kit.team import team
+from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.errors import AnswerLost, Cancelled, Delivery, NetworkError, PeerDead, ReferenceLost, RpcTimeout
 from farcall.rpc.retry import Pauses
+from farcall.runtime.io.sigint import Gate
 from farcall.runtime.node import runtime_of
 from farcall.testing.faults import Faults
 
@@ -133,19 +136,42 @@ def test_a_pause_that_would_take_too_long_is_not_begun(way: str) -> None:
             ways(nodes[0], "a", retry=moments, timeout=2.0)[way]()
 
 
-class Late(farcall.Retry):
-    """Pauses end after the deadline, as on a machine that is busy."""
+class LateClock:
+    """The clock of the module of retries, past the deadline whenever a pause ends, as on a machine that is busy."""
 
-    def pause_s(self, attempt: int, error: BaseException, deadline: float) -> float | None:
-        return max(0.0, deadline - monotonic()) + 0.01 if attempt < 3 else None
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._ahead_s = 0.0
+        after = Pauses.after
+        clock = self
+
+        class LateGate(Gate):
+            def wait(self, timeout_s: float = -1) -> bool:
+                in_time = super().wait(timeout_s)
+                clock.turn()
+                return in_time
+
+        def after_and_late(self: Pauses, pause_s: float, act: Callable[[], None], give_up: Any) -> None:
+            def act_late() -> None:
+                clock.turn()
+                act()
+
+            after(self, pause_s, act_late, give_up)
+
+        monkeypatch.setattr("farcall.rpc.retry.monotonic", lambda: monotonic() + self._ahead_s)
+        monkeypatch.setattr("farcall.rpc.retry.Gate", LateGate)
+        monkeypatch.setattr(Pauses, "after", after_and_late)
+
+    def turn(self) -> None:
+        self._ahead_s += 2 * LONG_S
 
 
 @pytest.mark.parametrize("way", ["sync", "async"])
-def test_a_pause_that_ends_late_leaves_the_error_that_came_before_it(way: str) -> None:
+def test_a_pause_that_ends_late_leaves_the_error_that_came_before_it(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     faults = Faults()
     with team(faults) as nodes, faults.fail(kind="call", to="w1", count=None) as failing:
+        LateClock(monkeypatch)
         with pytest.raises(NetworkError, match="injected"):
-            ways(nodes[0], "a", retry=Late(), timeout=1.0)[way]()
+            ways(nodes[0], "a", retry=QUICKLY, timeout=LONG_S)[way]()
         assert failing.hits == 1
 
 

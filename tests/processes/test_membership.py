@@ -9,21 +9,23 @@ import subprocess
 import sys
 import textwrap
 import time
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.kit.ports import held_port, tcp_url
+from tests.kit.stopped_clock import StoppedClock
 from tests.kit.times import AT_ONCE_S, LONG_S
-from tests.kit.waiting import wait_until
+from tests.kit.waiting import PATIENCE_S, wait_until
 
 import farcall
 from farcall import api
 from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers, RpcError, UnknownWorker
 from farcall.options import MemoryOptions
 from farcall.runtime.node.current import slot
-from farcall.testing.cluster import finish, run_cluster, start_processes, temporary_file_url
+from farcall.testing.cluster import context, finish, run_cluster, start_processes, temporary_file_url
 
 
 def options(url: str, **more: Any) -> farcall.RpcBackendOptions:
@@ -271,8 +273,9 @@ def test_workers_are_known_by_name_rank_and_info_and_a_second_init_is_refused() 
 
 
 def try_to_meet(
-    rank: int, url: str, names: list[str], ranks: list[int], sizes: list[int], start_timeout_s: float
+    rank: int, url: str, names: list[str], ranks: list[int], sizes: list[int], start_timeout_s: float, all_run: Barrier
 ) -> tuple[str, str, float]:
+    all_run.wait(PATIENCE_S)  # or one would be late for the others
     started = time.monotonic()
     try:
         farcall.init_rpc(
@@ -290,7 +293,8 @@ def try_to_meet(
 def attempt(
     names: list[str], ranks: list[int], sizes: list[int], start_timeout_s: float = 12.0
 ) -> list[tuple[str, str, float]]:
-    return finish(start_processes(len(names), try_to_meet, tcp_url(), names, ranks, sizes, start_timeout_s))
+    all_run = context().Barrier(len(names))
+    return finish(start_processes(len(names), try_to_meet, tcp_url(), names, ranks, sizes, start_timeout_s, all_run))
 
 
 def test_duplicate_name_is_told_to_both() -> None:
@@ -347,8 +351,10 @@ def test_missing_rank_0_is_named_in_time() -> None:
 def start_late(rank: int, url: str, marker: str) -> list[str]:
     """Rank 1 comes when rank 0 has given up once already, and is met at the second attempt."""
     if rank == 0:
-        with pytest.raises(MissingPeers):
-            farcall.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=options(url, start_timeout_s=0.5))
+        with pytest.MonkeyPatch.context() as patch:
+            StoppedClock(patch, turned_by_waiting_s=LONG_S)
+            with pytest.raises(MissingPeers):
+                farcall.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=options(url, start_timeout_s=LONG_S))
         Path(marker).touch()
     else:
         wait_until(lambda: os.path.exists(marker))

@@ -12,13 +12,14 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from tests.kit.ports import held_port
+from tests.kit.stopped_clock import StoppedClock
 from tests.kit.times import AT_ONCE_S, LONG_S
 from tests.kit.waiting import wait_until
 
@@ -51,6 +52,11 @@ def join(name: str, rank: int, world_size: int | None, options: RpcBackendOption
     place = find_meeting_place(rank, world_size, options.init_method)
     me = Member(name, place.rank, new_incarnation(secrets.randbits(62)), tuple(addresses))
     return static.join(place, me, options)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> StoppedClock:
+    return StoppedClock(monkeypatch)
 
 
 @pytest.fixture
@@ -106,21 +112,25 @@ def test_one_keeps_its_store_while_others_meet_anew(start: Any, tmp_path: Path) 
     del holder
 
 
-def test_a_missing_member_is_named_and_the_port_is_free_again(start: Any, port: int) -> None:
+def test_a_missing_member_is_named_and_the_port_is_free_again(start: Any, port: int, clock: StoppedClock) -> None:
     url = f"tcp://127.0.0.1:{port}"
-    began = time.monotonic()
+    alone = start("a", 0, 2, url)
+    clock.wait_until_waits("a")
+    clock.turn(LONG_S)
     with pytest.raises(MissingPeers) as caught:
-        start("a", 0, 2, url, 0.5).result(40)
+        alone.result(2 * LONG_S)
     assert caught.value.missing == (1,)
-    assert time.monotonic() - began < AT_ONCE_S
     gc.collect()
     socket.create_server(("127.0.0.1", port)).close()
     assert len(close([start("a", 0, 2, url), start("b", 1, 2, url)])) == 2
 
 
-def test_a_missing_rank_0_is_named(start: Any, port: int) -> None:
+def test_a_missing_rank_0_is_named(start: Any, port: int, clock: StoppedClock) -> None:
+    alone = start("b", 1, 2, f"tcp://127.0.0.1:{port}")
+    clock.wait_read()
+    clock.turn(LONG_S)
     with pytest.raises(MissingPeers, match=rf"rank 0 is missing.*127\.0\.0\.1:{port}") as caught:
-        start("b", 1, 2, f"tcp://127.0.0.1:{port}", 0.5).result(40)
+        alone.result(2 * LONG_S)
     assert caught.value.missing == (0,)
 
 
@@ -129,14 +139,18 @@ def test_a_host_that_is_not_there(start: Any) -> None:
         start("b", 1, 2, "tcp://nowhere.invalid:29500", 0.5).result(40)
 
 
-def test_those_left_by_rank_0_say_who_was_missing(start: Any, port: int) -> None:
+def test_those_left_by_rank_0_say_who_was_missing(start: Any, port: int, clock: StoppedClock) -> None:
     """Rank 0 gives up first and takes the store along."""
     url = f"tcp://127.0.0.1:{port}"
-    patient = start("b", 1, 3, url, 8)
+    patient, first = start("b", 1, 3, url, 2 * LONG_S), start("a", 0, 3, url, LONG_S)
+    for name in ("a", "b"):
+        clock.wait_until_waits(name)
+    clock.turn(LONG_S)
     with pytest.raises(MissingPeers):
-        start("a", 0, 3, url, 3).result(40)
+        first.result(2 * LONG_S)
+    clock.turn(LONG_S)
     with pytest.raises(MissingPeers, match=r"missing: rank 2;.*rank 0 \(a\) came and gave up") as caught:
-        patient.result(40)
+        patient.result(4 * LONG_S)
     assert caught.value.missing == (2,)
 
 
@@ -144,10 +158,11 @@ def test_a_store_of_this_program_at_the_port_is_used(start: Any, port: int) -> N
     own = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     url = f"tcp://127.0.0.1:{port}"
     assert len(close([start("a", 0, 2, url), start("b", 1, 2, url)])) == 2
-    first, second = start("a", 0, 2, url, 3), start("z", 0, 2, url, 3)
-    outcomes = [future.exception(40) for future in (first, second)]
-    assert sorted(type(outcome).__name__ for outcome in outcomes) == ["BadRank", "MissingPeers"]
-    assert isinstance(next(o for o in outcomes if isinstance(o, BadRank)), InitError)
+    both = {start("a", 0, 2, url), start("z", 0, 2, url)}
+    [refused] = wait(both, 2 * LONG_S, FIRST_COMPLETED).done
+    assert isinstance(refused.exception(), BadRank)
+    assert isinstance(refused.exception(), InitError)
+    assert len(close([*(both - {refused}), start("b", 1, 2, url)])) == 2
     del own
 
 

@@ -15,7 +15,7 @@ import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -74,8 +74,9 @@ class WorkerProcess:
         sending.close()
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send the process a signal."""
-        os.kill(self.pid, number)
+        """Send the process a signal, unless it has ended: the fork server may reap it at any moment."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     def collect(self, deadline: float) -> None:
         """Wait until the process ends; afterwards ``result`` or ``error`` is set."""

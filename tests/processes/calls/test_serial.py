@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import torch
+from tests.kit.overdue import let_time_run_out
 from tests.kit.team import team
 from tests.kit.times import AT_ONCE_S, LONG_S
 from tests.kit.waiting import wait_until
@@ -159,24 +160,35 @@ def test_a_plain_method_keeps_others_out_and_an_async_def_lets_them_in(actor: fa
     waits_alone.result(LONG_S)  # its answer may be the second to leave
 
 
-def explained(actor: farcall.RRef[Actor], monkeypatch: pytest.MonkeyPatch) -> str:
+def wait_made(nodes: list[farcall.Node], actor: farcall.RRef[Actor]) -> None:
+    """Until there is the object, and w1 has nothing to do: what comes next can be counted."""
+    actor.call.seen()
+    wait_until(lambda: not nodes[1]._runtime.server.active, "w1 has nothing to do")
+
+
+def explained(nodes: list[farcall.Node], actor: farcall.RRef[Actor], monkeypatch: pytest.MonkeyPatch) -> str:
     """The error of a call that times out while it waits for its turn. A busy machine must not cut it short."""
     monkeypatch.setattr(pending, "EXPLAIN_S", LONG_S)
     monkeypatch.setattr(answering, "explaining_s", lambda timeout_s: LONG_S)
+    before = len(nodes[1]._runtime.server.active)
+    late = actor.rpc_async(timeout=LONG_S / 2).note("late")
+    wait_until(lambda: len(nodes[1]._runtime.server.active) > before, "it waits for its turn")
+    let_time_run_out(nodes[0], late)
     with pytest.raises(RpcTimeout) as raised:
-        actor.rpc_sync(timeout=0.1).note("late")
+        late.result()
     return str(raised.value)
 
 
 def test_a_timeout_says_who_has_the_object(
     nodes: list[farcall.Node], actor: farcall.RRef[Actor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    wait_made(nodes, actor)
     waits = actor.start.wait()
     behind = actor.start.note("behind")
     wait_until(lambda: len(nodes[1]._runtime.server.active) == 2)
-    text = explained(actor, monkeypatch)
+    text = explained(nodes, actor, monkeypatch)
     assert re.search(
-        r"it has waited on w1 for its turn for 0\.\d\d s, as its object is serial: rref\.wait\(\) for w0 has run "
+        r"it has waited on w1 for its turn for \d+\.\d\d s, as its object is serial: rref\.wait\(\) for w0 has run "
         r"for \d+\.\d\d s, and 2 calls wait for their turns$",
         text,
     ), text
@@ -191,8 +203,9 @@ def test_a_timeout_says_that_the_object_is_not_made_yet(
 ) -> None:
     gate.clear()
     actor = nodes[0]["w1"].options(serial=True).create(make_later)
+    wait_until(lambda: len(nodes[1]._runtime.server.active) == 1, "it is being made")
     try:
-        assert "for its turn" in (text := explained(actor, monkeypatch)), text
+        assert "for its turn" in (text := explained(nodes, actor, monkeypatch)), text
         assert "the object is being made, or serves a batch" in text
     finally:
         gate.set()
@@ -257,8 +270,12 @@ def test_a_stream_that_waits_for_its_reader_gives_the_object_back_at_the_timeout
     nodes: list[farcall.Node], actor: farcall.RRef[Actor]
 ) -> None:
     """``take`` has the object and waits for an item; to make that, its caller waits for the object."""
+    wait_made(nodes, actor)
+    takes = actor.rpc_async(timeout=LONG_S / 2).take(farcall.outgoing(ask(actor)))
+    wait_until(lambda: len(nodes[1]._runtime.server.active) == 2, "both wait")
+    let_time_run_out(nodes[0], takes)
     with pytest.raises(RpcTimeout):
-        actor.rpc_sync(timeout=0.2).take(farcall.outgoing(ask(actor)))
+        takes.result()
     assert actor.rpc_sync(timeout=AT_ONCE_S).note("after") == "after"
     assert made[0].begun == ["from a stream", "after"]
     wait_until(lambda: not nodes[0]._runtime.calls.snapshot())

@@ -390,18 +390,18 @@ class Connector:
         """Begin to dial a member again, because of ``reason``; False: the node ends."""
         self._end_redial(tie)
         peer, lost, session = tie.peer, tie.peer.link.transport, tie.peer.link.session
-        purpose: Resume | Remind = Remind(tie.bond.session_id)
-        if dial.goal is Goal.RESUME:
+        resumes = dial.goal is Goal.RESUME
+        if resumes:
             # Even if the link is down already: nobody may have settled the break yet; or the session is resuming,
             # since the member got our count before, and did not come.
             peer.link.break_off(reason)
-            purpose = Resume(tie.bond.session_id, session.resume())
         ways = self._owner.ways_to(peer.incarnation)
         target = Target(peer.info.name, peer.incarnation, ways, lost.kind, lost.peer_host, tie.was_reached)
         with self._lock:
             if self._stopped:
-                return False
-            me = self._owner.hello().wanting(purpose)
+                return False  # its session may have ended: who stops us closes the links next
+            session_id = tie.bond.session_id
+            me = self._owner.hello().wanting(Resume(session_id, session.resume()) if resumes else Remind(session_id))
             tie.dialler = self._begin(dial, target, me, partial(self._on_redialled, tie))
         return True
 
@@ -476,7 +476,10 @@ class Connector:
             # This end may learn of the break from the other end first.
             bond.lose(link.session.received, monotonic(), self._reconnect_s)
         link.break_off("the other end has made a new one")
-        return link.session.resume()
+        with self._lock:
+            if self._stopped:  # meanwhile; who stops us closes the links next
+                raise refuse(RefusalReason.NOT_ADMITTED, f"{name} comes back to a session that has ended")
+            return link.session.resume()
 
     def on_resumed(self, transport: Transport, established: Established) -> None:
         """The answer of `admit` is on its way: go on over this connection."""

@@ -240,10 +240,11 @@ class Link:
     def connect(self, transport: Transport, first_bytes: bytes) -> None:
         """On the I/O thread: the first connection, or the first that the peer knows of. No frame has come before."""
         self.break_off("a first connection took its place", reads_rest=False)  # the peer counts from 0
-        self.session.resume()
         try:
+            self.session.resume()
             self.attach(transport, first_bytes, 0)
-        except SessionError as error:
+        except SessionError as error:  # also where the node ends, and closes the link, at this very moment
+            transport.close()
             why = str(error)
             self._loop.call_soon(lambda: self.die(why))
 

@@ -224,6 +224,40 @@ def test_nor_is_a_first_connection_given_up_for_want_of_a_thread(monkeypatch: py
     assert not mine.is_dialling(NOWHERE.incarnation)
 
 
+@pytest.mark.parametrize("dialled", [True, False])
+def test_a_link_whose_node_ends_while_its_connection_is_replaced_stays_closed(
+    dialled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that ends the node closes the links, and the I/O thread is in the middle of this."""
+    loop, mine = Loop("test"), connector()
+    near, far = memory_pair()
+    link = Link(WorkerInfo("w1", 1), near, loop, lambda frame: None, lambda reason: None, 1 << 20)
+    peer: Any = SimpleNamespace(
+        incarnation=OTHER.member.incarnation, info=link.peer, link=link, leaving=False, broken=False
+    )
+    established: Any = SimpleNamespace(session_id="s")
+    mine.begin(peer, established, dialled)
+    link.start()
+    break_off = Link.break_off
+
+    def end_meanwhile(self: Link, reason: str) -> None:
+        break_off(self, reason)
+        mine.stop()
+        self.close()
+
+    monkeypatch.setattr(Link, "break_off", end_meanwhile)
+    try:
+        if dialled:
+            assert not mine.on_interrupted(peer, "it is silent")
+        else:
+            with pytest.raises(HandshakeRefused, match="has ended"):
+                mine.admit(OTHER.wanting(Resume("s", 0)), 0.0)
+        assert link.broken
+    finally:
+        far.close()
+        loop.stop()
+
+
 def test_what_begins_while_the_node_ends_is_stopped_too() -> None:
     loop = Loop("test")
     stopping: list[threading.Thread] = []

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from tests.kit.stopped_clock import StoppedClock
 from tests.kit.times import AT_ONCE_S, LONG_S
 from tests.kit.waiting import wait_until
 
@@ -51,6 +52,11 @@ def join(
     place = find_meeting_place(rank, world_size, options.init_method)
     me = Member(name, place.rank, new_incarnation(secrets.randbits(62)), tuple(addresses), host_token)
     return meeting.join(place, me, options)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> StoppedClock:
+    return StoppedClock(monkeypatch)
 
 
 @pytest.fixture
@@ -331,10 +337,12 @@ def test_of_two_successors_of_one_member_later_ones_find_both(
 # ---------------------------------------------------------------- absence
 
 
-def test_missing_peers_are_named_in_time_and_a_retry_works(store: Any, start: Any) -> None:
-    began = time.monotonic()
-    outcomes = settle([start("a", 0, 4, 2.0), start("c", 2, 4, 2.0)])
-    assert time.monotonic() - began < AT_ONCE_S
+def test_missing_peers_are_named_in_time_and_a_retry_works(store: Any, start: Any, clock: StoppedClock) -> None:
+    both = [start("a", 0, 4), start("c", 2, 4)]
+    for name in ("a", "c"):
+        clock.wait_until_waits(name)
+    clock.turn(LONG_S)
+    outcomes = settle(both)
     for outcome in outcomes:
         assert isinstance(outcome, MissingPeers)
         assert outcome.missing == (1, 3)
@@ -342,22 +350,32 @@ def test_missing_peers_are_named_in_time_and_a_retry_works(store: Any, start: An
     assert len(joined([start(f"w{rank}", rank, 4) for rank in range(4)])[0].members) == 4
 
 
-def test_who_is_patient_meets_the_others_later(store: Any, start: Any) -> None:
+def hasty_gives_up(start: Any, clock: StoppedClock) -> tuple[Future[Membership], Future[Membership]]:
+    """Of two that wait for a third; the patient one has as much time again."""
+    patient, hasty = start("patient", 1, 3, 2 * LONG_S), start("hasty", 0, 3, LONG_S)
+    for name in ("patient", "hasty"):
+        clock.wait_until_waits(name)
+    clock.turn(LONG_S)
+    return patient, hasty
+
+
+def test_who_is_patient_meets_the_others_later(store: Any, start: Any, clock: StoppedClock) -> None:
     """One gives up; the other goes on waiting and meets whoever comes afterwards, also who tries again."""
-    patient = start("patient", 1, 3, LONG_S)
+    patient, hasty = hasty_gives_up(start, clock)
     with pytest.raises(MissingPeers) as caught:
-        start("hasty", 0, 3, 3.0).result(2 * LONG_S)
+        hasty.result(2 * LONG_S)
     assert caught.value.missing == (2,)
     members = joined([patient, start("hasty", 0, 3), start("late", 2, 3)])[0].members
     assert [m.name for m in members] == ["hasty", "patient", "late"]
 
 
-def test_who_gave_up_is_named_by_those_who_waited_longer(store: Any, start: Any) -> None:
-    patient = start("patient", 1, 3, 9.0)
+def test_who_gave_up_is_named_by_those_who_waited_longer(store: Any, start: Any, clock: StoppedClock) -> None:
+    patient, hasty = hasty_gives_up(start, clock)
     with pytest.raises(MissingPeers):
-        start("hasty", 0, 3, 3.0).result(2 * LONG_S)
+        hasty.result(2 * LONG_S)
+    clock.turn(LONG_S)
     with pytest.raises(MissingPeers, match=r"missing: rank 2; rank 0 \(hasty\) came and gave up") as caught:
-        patient.result(2 * LONG_S)
+        patient.result(4 * LONG_S)
     assert caught.value.missing == (2,)
 
 
