@@ -93,6 +93,8 @@ def forwards(rank: int) -> None:
         RemoteModule.init_from_module_rref("w0", rref)
     with pytest.raises(TypeError, match="RRef"):
         RemoteModule.init_from_module_rref("w0", Net(2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"module_cls is a module already, a Net: .*init_from_module_rref"):
+        RemoteModule("w1", Net(2))
     assert RemoteModule("w1", nn.Sequential, (nn.Linear(3, 5), nn.ReLU()))(x).shape == (4, 5)
     # The modules live as long as somebody refers to them.
     wait_until(lambda: farcall.rpc_sync("w1", alive) == 2, "the end of those that are no longer used")

@@ -277,6 +277,15 @@ def test_another_publisher_takes_over(nodes: list[farcall.Node]) -> None:
     assert subscription.wait(newer_than=second, timeout=LONG_S) == third
 
 
+def test_a_worker_that_publishes_a_name_twice_is_told_so(nodes: list[farcall.Node]) -> None:
+    first = nodes[0].publish("name", {"x": torch.zeros(8)})
+    second = nodes[0].publish("name", {"x": torch.ones(8)})
+    with pytest.raises(Superseded, match=r"this worker has published 'name' again since .*push to that one"):
+        first.push()
+    version = second.push()
+    assert nodes[1].subscribe("name").wait(timeout=LONG_S) == version
+
+
 def test_bytes_that_changed_are_found_and_named(nodes: list[farcall.Node]) -> None:
     publication = nodes[0].publish("corrupt", {"good": torch.ones(5000), "bad": torch.ones(5000)})
     subscription = nodes[1].subscribe("corrupt")

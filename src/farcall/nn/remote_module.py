@@ -62,6 +62,12 @@ class RemoteModule(nn.Module):
     ) -> None:
         super().__init__()
         where = parse_remote_device(remote_device)
+        if isinstance(module_cls, nn.Module):
+            kind = type(module_cls).__name__
+            raise TypeError(
+                f"module_cls is a module already, a {kind}: write RemoteModule(worker, {kind}, args=(...)) to make it "
+                "there, or RemoteModule.init_from_module_rref(worker, rref) for a module that exists there"
+            )
         making = (module_cls, tuple(args or ()), dict(kwargs or {}), where.device)
         rref = call_sync(current_runtime(), where.worker, _make_module, making, None, UNSET_TIMEOUT)
         self._become(rref, where.device, _forward_signature(module_cls))
@@ -263,8 +269,8 @@ def _make_module(
 ) -> RRef[nn.Module]:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise RuntimeError(
-            f"this worker has {torch.cuda.device_count()} CUDA devices, and no {device} (CUDA error: invalid device "
-            "ordinal)"
+            f"{current_runtime().info.name} has {torch.cuda.device_count()} CUDA devices, and no {device} (CUDA error: "
+            "invalid device ordinal)"
         )
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):

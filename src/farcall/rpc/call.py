@@ -74,7 +74,7 @@ def encode_request(
     else:
         function = name_function(func, args or (), kwargs) or b""
     if not function and not callable(func):
-        raise TypeError(f"func must be callable, not {type(func).__name__}")
+        raise _not_callable(func)
     if not args and not kwargs and function:
         return plain_request(peer, function)
     frame = Frame(REQUEST, 0, 0, function)
@@ -82,6 +82,14 @@ def encode_request(
     keywords = dict(kwargs) if kwargs else None
     write_call(frame, (arguments, keywords) if function else (func, arguments, keywords), peer)
     return frame
+
+
+def _not_callable(func: object) -> TypeError:
+    hint = "; the value of a reference is called by reference.call(x)" if hasattr(func, "to_here") else ""
+    return TypeError(
+        f"func must be callable, not {type(func).__name__}: give the function and its arguments apart, call(f, x), "
+        f"not call(f(x)){hint}"
+    )
 
 
 def plain_request(peer: Peer, function: bytes, payload: bytes = b"") -> Frame:

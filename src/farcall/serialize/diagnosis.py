@@ -11,14 +11,16 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from farcall.serialize.policy import REDUCERS
 
 _DEEPEST = 12
 _MOST_PARTS = 10_000
 
 
-def find_culprit(value: Any, is_request: bool = False) -> tuple[str, str]:
-    """Return where in ``value`` the innermost unpicklable part is, and its type, as text.
+def find_culprit(value: Any, is_request: bool = False) -> tuple[str, type]:
+    """Return where in ``value`` the innermost unpicklable part is, as text, and its type.
 
     ``is_request``: ``value`` is a call's function and arguments; its parts get the names that the caller knows.
     """
@@ -35,11 +37,11 @@ def find_culprit(value: Any, is_request: bool = False) -> tuple[str, str]:
                 break
         for prefix, name in names.items():
             if path.startswith(prefix):
-                return name + path.removeprefix(prefix), _type_name(value)
-        return f"the value at {path}" if path else "the value", _type_name(value)
+                return name + path.removeprefix(prefix), type(value)
+        return f"the value at {path}" if path else "the value", type(value)
     except Exception:
         # The user's own code runs in here (reductions, reprs of keys). If it fails, report less; never a second error.
-        return "the value", _type_name(value)
+        return "the value", type(value)
 
 
 def _names_in_request(value: Any) -> dict[str, str]:
@@ -53,11 +55,6 @@ def _names_in_request(value: Any) -> dict[str, str]:
     return {"[0][2]": "args", "[0][3]": "kwargs"} if of_method else {"[0]": "args", "[1]": "kwargs"}
 
 
-def _type_name(value: Any) -> str:
-    cls = type(value)
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, list | tuple | set | frozenset):
         for index, part in enumerate(value):
@@ -68,7 +65,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         for key, part in list(value.items())[:_MOST_PARTS]:
             yield f"[{key!r:.40}]", part
             yield f".keys()[{key!r:.40}]", key
-    elif type(value) not in REDUCERS and not isinstance(value, type):
+    elif type(value) not in REDUCERS and not isinstance(value, type | torch.futures.Future):
         for name, part in list(getattr(value, "__dict__", {}).items())[:_MOST_PARTS]:
             yield f".{name}", part
 

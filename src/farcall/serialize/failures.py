@@ -38,6 +38,7 @@ _LONGEST_MESSAGE = 1 << 12
 _FRAMES_AT_EACH_END = 25
 _FRAMES = re.compile(r'^(?P<margin>[ |]*)File ".*\n(?:(?P=margin).*\n)*', re.MULTILINE)
 _THERE = "; error.remote_traceback has them"
+_MISPLACED = re.compile("unexpected keyword argument '(?P<option>timeout|retry|metadata|serial)'")
 _OURS = str(Path(__file__).parent.parent) + os.sep
 
 # The parts from which an exception is rebuilt: class, args, callable, its arguments, state, group members.
@@ -50,6 +51,8 @@ class ScriptError(torch.jit.Error, RuntimeError):
 
 def encode_failure(error: BaseException, worker: object, peer: Any = None) -> Frame:
     """Encode an exception raised on ``worker`` (its name or WorkerInfo) as a failure to be sent to ``peer``."""
+    if isinstance(error, TypeError):
+        _explain_misplaced_option(error)
     texts = (_type_name(error), _message(error), f"On {worker}:\n{_traceback(error)}")
     frame = Frame(FAILURE)
     reduction: bytes | memoryview | None = None
@@ -68,6 +71,25 @@ def encode_failure(error: BaseException, worker: object, peer: Any = None) -> Fr
             pass  # its class or state cannot be pickled: the texts still travel
     frame.payload = pickle.dumps((*texts, reduction), 5)
     return frame
+
+
+def _explain_misplaced_option(error: TypeError) -> None:
+    """Add a note if the function refused an argument that is an option of calls, such as ``timeout``."""
+    found = _MISPLACED.search(_message(error))
+    if found is None or not _is_raised_by_call(error) or hasattr(error, "remote_traceback"):
+        return
+    option = found["option"]
+    of_reference = ", or reference.rpc_sync(timeout=...).method(x)" if option == "timeout" else ""
+    error.add_note(
+        f"{option}= went to the function, with its arguments; as an option of the call, write "
+        f"farcall.worker(name).options({option}=...).call(f, x){of_reference}"
+    )
+
+
+def _is_raised_by_call(error: BaseException) -> bool:
+    """Did a function refuse its arguments, before its own code began? Then all frames are farcall's."""
+    frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and all(name.startswith(_OURS) for name in frames)
 
 
 def in_one_line(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Callable, Sequence
+from types import AsyncGeneratorType, GeneratorType
 from typing import Any
 
 import torch
@@ -433,14 +434,17 @@ def _explain(value: Any, error: Exception, is_request: bool) -> SerializationErr
     hint = ""
     if "<lambda>" in str(error) or "<locals>" in str(error) or "local object" in str(error):
         hint = f"; {HINT}"
-    kind = NotPicklable if isinstance(error, TypeError) else SerializationError
-    if culprit in ("builtins.generator", "builtins.async_generator"):
+    is_future = issubclass(culprit, torch.futures.Future)
+    kind = NotPicklable if is_future or isinstance(error, TypeError) else SerializationError
+    if is_future:
+        hint = "; send its result (future.result()), or let remote(...) make the value and send the reference"
+    elif issubclass(culprit, GeneratorType | AsyncGeneratorType):
         hint = "; the items of a generator are read as a stream: farcall.worker(name).stream(function, ...)"
         if is_request:
             hint = "; the items of an iterable of the caller's travel as a stream: farcall.outgoing(iterable)"
     elif kind is NotPicklable and not hint:
         hint = "; send what it is made of, or keep it where it is and send a reference (RRef)"
-    return kind(f"cannot send {where}, a {culprit}: {_text(error)}{hint}")
+    return kind(f"cannot send {where}, a {culprit.__module__}.{culprit.__qualname__}: {_text(error)}{hint}")
 
 
 def _names_something_missing(error: Exception) -> bool:

@@ -139,6 +139,10 @@ class Publication:
             raise RuntimeError(f"the publication of {self.name!r} is closed")
         claim = self.machine.superseded_by
         if claim is not None:
+            if claim.publisher == self._weights.me:
+                raise Superseded(
+                    f"this worker has published {self.name!r} again since (epoch {claim.epoch}): push to that one"
+                )
             peer = self._weights.peer(claim.publisher)
             who: WorkerInfo | str = "another worker" if peer is None else peer.info.name
             raise Superseded(f"{who} has published {self.name!r} since (epoch {claim.epoch}): push there")

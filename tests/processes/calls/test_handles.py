@@ -42,6 +42,10 @@ async def doubled(x: int) -> int:
     return 2 * x
 
 
+def mistaken() -> int:
+    return add(1, 2, timeout=3.0)  # type: ignore[call-arg]
+
+
 @pytest.fixture
 def nodes() -> Iterator[list[farcall.Node]]:
     with team([None] * 3, size=3, rpc_timeout=LONG_S) as started:
@@ -91,6 +95,41 @@ def test_a_handle_travels_and_calls_from_where_it_is(ps: farcall.Worker) -> None
 
 def call_through(handle: farcall.Worker) -> str:
     return handle.call(whoami)
+
+
+def test_a_future_among_the_arguments_is_named(ps: farcall.Worker) -> None:
+    pending = ps.start(add, 1, right=2)
+    for value, place in ((pending, r"args\[0\]"), ({"sum": [pending]}, r"args\[0\]\['sum'\]\[0\]")):
+        with pytest.raises(NotPicklable, match=rf"^cannot send {place}, a [\w.]*Future: .*; send its result"):
+            ps.call(whoami, value)
+
+
+def test_a_call_that_is_no_function_is_told_how_to_write_it(ps: farcall.Worker) -> None:
+    with pytest.raises(TypeError, match=r"func must be callable, not int: .*call\(f, x\), not call\(f\(x\)\)"):
+        ps.call(add(1, 2))  # type: ignore[call-overload]
+    model = ps.create(Model, 3)
+    with pytest.raises(TypeError, match=r"func must be callable, not RRef: .*reference\.call\(x\)"):
+        ps.call(model, 1)  # type: ignore[call-overload]
+
+
+def test_an_option_among_the_arguments_is_told_where_it_belongs(ps: farcall.Worker) -> None:
+    model = ps.create(Model, 3)
+    wrong: list[Any] = [
+        lambda: ps.call(add, 1, right=2, timeout=3.0),  # type: ignore[call-arg]
+        lambda: ps.start(doubled, 1, timeout=3.0).result(),  # type: ignore[call-arg]
+        lambda: model.call.forward(1, timeout=3.0),
+        lambda: ps.create(Model, 3, timeout=3.0).to_here(),  # type: ignore[call-arg]
+    ]
+    for call in wrong:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'timeout'") as caught:
+            call()
+        assert any("options(timeout=...)" in note for note in caught.value.__notes__)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'color'") as caught:
+        ps.call(add, 1, right=2, color=3)  # type: ignore[call-arg]
+    assert not hasattr(caught.value, "__notes__")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'timeout'") as caught:
+        ps.call(mistaken)  # inside the function, which is not about this call's options
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_options_bound_a_call(ps: farcall.Worker) -> None:

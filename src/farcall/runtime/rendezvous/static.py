@@ -77,6 +77,7 @@ _SUCCESSORS = 4  # how many of the latest successors per member to look for
 _DEAD_S, _DEAD_BEATS = 2.5, 4  # a holder without a heartbeat for this long, and for this many beats, is gone
 _LOOK_S, _LOOK_PART = 5.0, 0.2  # how long to look for members of an earlier group, at most this part of the time left
 _FAREWELL_S = 5.0  # how long rank 0 stays for members that have not read the outcome
+_TOGETHER_PART = 0.1  # once rank 0 has given up, who has less than this part of its time left gives up, too
 _LATE_S = 3.0  # how long it stays past its own deadline: on a busy machine the others may be slow to look
 
 
@@ -167,8 +168,7 @@ class StaticRendezvous:
         self.cancelled.wait(_LONGEST_PAUSE_S)
 
     def _raise_store_gone(self, why: str) -> NoReturn:
-        missing = sorted(self._missing_elsewhere - set(self._names) - set(self._gave_up) - {self._me.rank})
-        raise self._missing(missing or sorted(self._gave_up) or [0], f"; the store went away{why}") from None
+        raise self._missing(self._missing_for_others() or [0], f"; the store went away{why}") from None
 
     @property
     def _open(self) -> Records:
@@ -202,6 +202,10 @@ class StaticRendezvous:
                 self._gave_up[outcome.member.rank] = outcome.member.name
                 self._missing_elsewhere.update(outcome.missing)
             self._delete_own()
+            if 0 in self._gave_up and self._deadline - time.monotonic() < _TOGETHER_PART * self._timeout_s:
+                # All started together: we would give up, too, before anybody could start rank 0 again. And its store
+                # ends with it: torch would log a stack, in C++, where we ask once more.
+                raise self._missing(self._missing_for_others(), "")
             self._generation += 1
 
     def _first_open_generation(self) -> int:
@@ -479,6 +483,11 @@ class StaticRendezvous:
             raise self._missing(missing or sorted(self._gave_up), "")
         silent = [rank for rank in range(self.place.world_size) if rank != self._me.rank]
         raise self._missing(silent, "; all left a record, but these do not answer")
+
+    def _missing_for_others(self) -> list[int]:
+        """The ranks that those who gave up had missed; if all of these came later, those who gave up."""
+        missing = self._missing_elsewhere - set(self._names) - set(self._gave_up) - {self._me.rank}
+        return sorted(missing) or sorted(self._gave_up)
 
     def _missing(self, ranks: list[int], why: str) -> MissingPeers:
         known = {**self._gave_up, **self._names}

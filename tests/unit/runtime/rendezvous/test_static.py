@@ -379,6 +379,31 @@ def test_who_gave_up_is_named_by_those_who_waited_longer(store: Any, start: Any,
     assert caught.value.missing == (2,)
 
 
+def test_who_would_soon_give_up_anyway_leaves_with_rank_0(
+    store: Any, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All started together, and one is missing: nobody asks the store that ends with rank 0, which torch would log."""
+    rank_0_left = threading.Event()
+
+    class HostedByRank0:
+        def __getattr__(self, name: str) -> Any:
+            if rank_0_left.is_set():
+                raise stores.StoreLost("its server has ended")
+            return getattr(store, name)
+
+    monkeypatch.setattr(meeting, "open_store", lambda place, *_: HostedByRank0() if place.rank == 1 else store)
+    monkeypatch.setattr(meeting, "_FAREWELL_S", LONG_S)
+    monkeypatch.setattr(meeting, "_LATE_S", LONG_S)
+    second = start("b", 1, 3, 3.0)
+    wait_until(lambda: store.check(["farcall/0/0/slot/1"]))
+    with pytest.raises(MissingPeers):
+        start("a", 0, 3, 2.8).result(2 * LONG_S)
+    rank_0_left.set()
+    with pytest.raises(MissingPeers, match=r"missing: rank 2; rank 0 \(a\) came and gave up") as caught:
+        second.result(2 * LONG_S)
+    assert caught.value.missing == (2,)
+
+
 def stale_slot(name: str, rank: int, world_size: int) -> str:
     slot = Slot(Member(name, rank, 0xDEAD, ("tcp://dead:1",)), world_size, False, "dead")
     secret = secret_of(RpcBackendOptions(init_method=PLACE))
