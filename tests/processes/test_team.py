@@ -49,6 +49,13 @@ def state(process_id: int) -> str:
     return Path(f"/proc/{process_id}/stat").read_text().rsplit(") ", 1)[1].split()[0]
 
 
+def process_of(team: Team, rank: int) -> int:
+    """The id of a member's current process."""
+    number = team._members[rank].process.pid
+    assert number is not None, "it was started"
+    return number
+
+
 def is_there(process_id: int) -> bool:
     try:
         os.kill(process_id, 0)
@@ -84,12 +91,12 @@ def test_dead_member_is_noticed() -> None:
 def test_a_member_that_was_killed_is_started_again() -> None:
     team = Team(obedient, 2, names=["first", "second"])
     directory = team.ask(1, "directory", TIMEOUT_S)
-    before = team.process_id(1)
+    before = process_of(team, 1)
     with pytest.raises(MemberLost, match="cannot restart second: it has not ended"):
         team.restart(1, 0.01)
     os.kill(before, signal.SIGKILL)
     team.restart(1, TIMEOUT_S)
-    assert team.process_id(1) != before
+    assert process_of(team, 1) != before
     assert team.ask(1, "who", TIMEOUT_S) == (1, 2)
     assert team.ask(1, "directory", TIMEOUT_S) == directory
     assert team.how_it_ended(1) == "is running"
@@ -134,7 +141,7 @@ def test_members_started_before_one_that_could_not_be_are_ended(monkeypatch: pyt
 
 def test_a_team_is_ended_after_a_member_could_not_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     team = Team(obedient, 2)
-    processes = [team.process_id(rank) for rank in range(2)]
+    processes = [process_of(team, rank) for rank in range(2)]
     os.kill(processes[0], signal.SIGKILL)
 
     def start(self: Team, rank: int) -> Any:
@@ -151,7 +158,7 @@ def test_a_team_is_ended_after_a_member_could_not_be_started_again(monkeypatch: 
 def test_a_team_that_is_ended_while_a_member_is_started_again_leaves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the demo a thread starts the server again, and Ctrl-C in the main thread ends the team."""
     team = Team(obedient, 2)
-    os.kill(team.process_id(1), signal.SIGKILL)
+    os.kill(process_of(team, 1), signal.SIGKILL)
     failures: list[BaseException] = []
     kills = threading.Event()
 
@@ -177,23 +184,23 @@ def test_a_team_that_is_ended_while_a_member_is_started_again_leaves_nobody(monk
     killer.join(TIMEOUT_S)
     assert not killer.is_alive()
     assert failures == []
-    assert not any(is_there(team.process_id(rank)) for rank in range(2))
+    assert not any(is_there(process_of(team, rank)) for rank in range(2))
 
 
 def test_nobody_is_started_again_once_the_team_was_ended() -> None:
     team = Team(obedient, 1)
-    before = team.process_id(0)
+    before = process_of(team, 0)
     team.kill()
     with pytest.raises(MemberLost, match="cannot restart member 0"):
         team.restart(0, TIMEOUT_S)
-    assert team.process_id(0) == before
+    assert process_of(team, 0) == before
     assert team.how_it_ended(0) == "was ended by SIGKILL"
 
 
 def test_the_news_of_an_end_is_waited_for() -> None:
     """The connections of a killed member may be gone for a while before its parent tells how it ended."""
     team = Team(obedient, 1)
-    process_id, parent = team.process_id(0), forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    process_id, parent = process_of(team, 0), forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     stop(parent)
     go_on = threading.Timer(0.1, os.kill, (parent, signal.SIGCONT))
     try:
@@ -220,7 +227,7 @@ def test_two_threads_may_ask_at_once_how_a_member_ended(monkeypatch: pytest.Monk
         return code
 
     monkeypatch.setattr(forkserver, "read_signed", read_slowly)
-    os.kill(team.process_id(0), signal.SIGKILL)
+    os.kill(process_of(team, 0), signal.SIGKILL)
     told.append(team.how_it_ended(0, TIMEOUT_S))
     other.join(TIMEOUT_S)
     assert told == ["was ended by SIGKILL"] * 2
@@ -252,7 +259,7 @@ def test_a_demo_names_the_death_that_a_call_failed_of_before_it_was_news(
     monkeypatch.setattr(play_module, "Team", lambda *_, **__: team)
 
     def fail() -> None:
-        os.kill(team.process_id(0), signal.SIGKILL)
+        os.kill(process_of(team, 0), signal.SIGKILL)
         raise PeerDead("server0 is gone, says trainer0")
 
     play = Play(Silent(), 100, tmp_path / "trace.json")
@@ -264,7 +271,7 @@ def test_a_demo_names_the_death_that_a_call_failed_of_before_it_was_news(
 def test_a_demo_that_gives_up_ends_the_trainers_that_are_left(tmp_path: Path) -> None:
     play = Play(Silent(), 100, tmp_path / "trace.json")
     play._team = team = Team(obedient, len(SERVERS) + len(TRAINERS))
-    trainers = [team.process_id(len(SERVERS) + number) for number in range(len(TRAINERS))]
+    trainers = [process_of(team, len(SERVERS) + number) for number in range(len(TRAINERS))]
     os.kill(trainers[0], signal.SIGKILL)
     wait_until(lambda: not is_there(trainers[0]), "the first trainer is gone without a trace")
     play._give_up("trainer0 died")

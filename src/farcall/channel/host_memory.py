@@ -180,13 +180,6 @@ class ReceivePool:
             self._idle.clear()
             self._idle_bytes = 0
 
-    @property
-    def idle_bytes(self) -> int:
-        """The size of the idle memory, at most the limit."""
-        with self._lock:
-            self._collect()
-            return self._idle_bytes
-
     def _on_death(self, lease: Lease) -> None:
         if self._leases.pop(id(lease), None) is not None:
             self._returned.append(lease.holder)

@@ -102,11 +102,6 @@ class SegmentPool:
             block.holders += 1
             return True
 
-    def free(self, block: Block) -> None:
-        """Free a block that this process holds and has not handed over."""
-        with self._lock:
-            self._drop(block)
-
     def release(self, segment_id: int, offset: int, peer: Hashable) -> None:
         """End a loan: the peer no longer uses the memory at ``offset``."""
         self.release_batch(((segment_id, offset),), peer)

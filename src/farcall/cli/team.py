@@ -116,12 +116,6 @@ class Team:
         theirs.close()
         return _Member(process, ours)
 
-    def process_id(self, rank: int) -> int:
-        """The id of a member's current process."""
-        number = self._members[rank].process.pid
-        assert number is not None, "it was started"
-        return number
-
     def has_ended(self, rank: int) -> bool:
         return self._exit_code(self._members[rank].process) is not None
 

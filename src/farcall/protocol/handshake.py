@@ -332,12 +332,8 @@ class Handshake:
         return _proof(self._root_keys[0], side, self._transcript)
 
     def _established(self, peer: Hello, received: int = 0) -> Established:
-        return Established(peer, self._session_key, self._take_leftover(), received, self._quick_seals)
-
-    def _take_leftover(self) -> bytes:
-        leftover = bytes(self._buffer)
-        self._buffer = bytearray()
-        return leftover
+        leftover, self._buffer = bytes(self._buffer), bytearray()
+        return Established(peer, self._session_key, leftover, received, self._quick_seals)
 
     def _not_farcall(self) -> Refused:
         for opening, name in STRANGERS:

@@ -203,11 +203,6 @@ class TcpListener(SocketListener):
         bound_port = listening.getsockname()[1]
         super().__init__(listening, format_tcp(host or "*", bound_port))
 
-    @property
-    def port(self) -> int:
-        """The bound port."""
-        return parse_tcp(self.address)[1]
-
 
 def _bind(host: str, port: int) -> socket.socket:
     if not host:

@@ -94,11 +94,6 @@ class Fetcher:
             if self._fetches.get(key) is fetch:
                 del self._fetches[key]
 
-    @property
-    def missing_bytes(self) -> int:
-        """How many bytes of all fetches are still missing."""
-        return sum(fetch.missing_bytes for fetch in self._all())
-
     def work(self, function: Callable[[], object]) -> None:
         """Run ``function`` on a worker thread."""
         self.node.executor.submit(FunctionTask(function, function))

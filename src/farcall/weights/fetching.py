@@ -248,11 +248,6 @@ class Fetch:
 
     # --- the end
 
-    @property
-    def missing_bytes(self) -> int:
-        with self._lock:
-            return 0 if self._is_over else self._machine.missing_bytes
-
     def stop(self) -> None:
         """Give the transfer up. Chunks that still arrive are not written."""
         with self._lock:

@@ -189,14 +189,11 @@ class Subscription:
                     return found
                 await gate.passed
 
-    def __aiter__(self) -> AsyncIterator[Version]:
+    async def __aiter__(self) -> AsyncIterator[Version]:
         """Yield each newest version when it becomes ready, beginning with the present one; skip superseded ones.
 
         The iteration ends after the last version of a closed publication; a new iteration waits for the next publisher.
         """
-        return self._iterate()
-
-    async def _iterate(self) -> AsyncIterator[Version]:
         version: Version | None = None
         while True:
             try:

@@ -37,6 +37,12 @@ def allocated(pool: SegmentPool, size: int, peer: str | None = None) -> Block:
     return block
 
 
+def free(pool: SegmentPool, block: Block) -> None:
+    """Free a block that this process holds and has not handed over."""
+    with pool._lock:
+        pool._drop(block)
+
+
 def shown_to(pool: SegmentPool, segment_map: SegmentMap, segment_id: int, peer: str = "peer") -> None:
     offer = pool.offer(segment_id, peer)
     assert offer is not None
@@ -64,8 +70,8 @@ def test_bytes_cross(pool: SegmentPool) -> None:
 
 def test_freed_memory_is_used_first(pool: SegmentPool) -> None:
     first, second = allocated(pool, MEBIBYTE), allocated(pool, MEBIBYTE)
-    pool.free(first)
-    pool.free(second)
+    free(pool, first)
+    free(pool, second)
     assert allocated(pool, MEBIBYTE).offset == second.offset
     assert allocated(pool, MEBIBYTE).offset == first.offset
 
@@ -73,7 +79,7 @@ def test_freed_memory_is_used_first(pool: SegmentPool) -> None:
 def test_freed_neighbours_are_joined_before_fresh_pages_are_touched(pool: SegmentPool) -> None:
     blocks = [allocated(pool, MEBIBYTE) for _ in range(4)]
     for block in blocks:
-        pool.free(block)
+        free(pool, block)
     large = allocated(pool, 4 * MEBIBYTE)
     assert large.offset == min(block.offset for block in blocks)
     assert pool.total_bytes == 8 * MEBIBYTE
@@ -86,7 +92,7 @@ def test_the_limit_holds(pool: SegmentPool) -> None:
         blocks.append(block)
     assert pool.total_bytes <= 64 * MEBIBYTE
     assert len(blocks) >= 16
-    pool.free(blocks.pop())
+    free(pool, blocks.pop())
     assert pool.allocate(3 * MEBIBYTE) is not None
 
 
@@ -126,12 +132,12 @@ def test_idle_segments_are_retired(pool: SegmentPool) -> None:
     small = allocated(pool, 1000)
     large = allocated(pool, 20 * MEBIBYTE)
     assert pool.offer(large.segment_id, "peer") is not None
-    pool.free(large)
+    free(pool, large)
     assert pool.trim(now=0.0, idle_s=10.0, keep_bytes=0) == []
     assert pool.trim(now=9.0, idle_s=10.0, keep_bytes=0) == []
     assert pool.trim(now=11.0, idle_s=10.0, keep_bytes=0) == [(large.segment_id, ["peer"])]
     assert pool.total_bytes == 8 * MEBIBYTE
-    pool.free(small)
+    free(pool, small)
     pool.trim(now=20.0, keep_bytes=8 * MEBIBYTE)
     assert pool.trim(now=40.0, keep_bytes=8 * MEBIBYTE) == []
     again = allocated(pool, 20 * MEBIBYTE)
@@ -142,7 +148,7 @@ def test_small_free_segments_make_room_for_a_large_one(pool: SegmentPool) -> Non
     blocks = [allocated(pool, 8 * MEBIBYTE) for _ in range(8)]
     assert pool.offer(blocks[0].segment_id, "peer") is not None
     for block in blocks:
-        pool.free(block)
+        free(pool, block)
     assert allocated(pool, 40 * MEBIBYTE).size == 40 * MEBIBYTE
     assert (blocks[0].segment_id, ["peer"]) in pool.trim(now=0.0)
     assert pool.trim(now=0.0) == []
@@ -342,7 +348,7 @@ class Allocator(RuleBasedStateMachine):
                 self.lent.remove(key)
                 self.pool.release(block.segment_id, block.offset, "peer")
             else:
-                self.pool.free(block)
+                free(self.pool, block)
 
     @rule()
     def trim(self) -> None:
@@ -361,7 +367,7 @@ class Allocator(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for block, _ in self.live.values():
-            self.pool.free(block)
+            free(self.pool, block)
         assert self.pool.live_bytes == 0
         assert self.pool.allocate(MEBIBYTE) is not None
         self.pool.close()

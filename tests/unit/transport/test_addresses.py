@@ -97,6 +97,10 @@ def test_an_address_in_use(address: str) -> None:
         listener.close()
 
 
+def port_of(listener: TcpListener) -> int:
+    return parse_tcp(listener.address)[1]
+
+
 def test_an_unknown_host() -> None:
     with pytest.raises(DialFailed, match="cannot resolve"):
         dial("tcp://no-such-host.invalid:1", PATIENCE_S)
@@ -117,7 +121,7 @@ def test_a_name_service_that_does_not_answer_costs_no_more_than_the_dial(monkeyp
 
     with closing(TcpListener("tcp://127.0.0.1:0")) as listener:
         monkeypatch.setattr(socket, "getaddrinfo", hang)
-        address = f"tcp://slow.example:{listener.port}"
+        address = f"tcp://slow.example:{port_of(listener)}"
         for _ in range(3):
             with pytest.raises(DialFailed, match=r"'slow.example'.*no name service answered within 0.01 s"):
                 dial(address, 0.01)
@@ -139,18 +143,18 @@ def test_an_answer_of_a_name_service_that_is_old_is_not_used(monkeypatch: pytest
         old.error = OSError("an old answer")
         old.done.set()
         old.answered_at = time.monotonic() - tcp._ANSWER_KEPT_S
-        kept = {(os.getpid(), host, listener.port): old for host in ("localhost", "never.asked.again")}
+        kept = {(os.getpid(), host, port_of(listener)): old for host in ("localhost", "never.asked.again")}
         monkeypatch.setattr(tcp, "_look_ups", kept)
-        dial(f"tcp://localhost:{listener.port}", PATIENCE_S).close()
+        dial(f"tcp://localhost:{port_of(listener)}", PATIENCE_S).close()
         assert not kept
 
 
 def test_every_interface_includes_both_versions() -> None:
     listener = TcpListener("tcp://*:0")
     try:
-        dial(f"tcp://127.0.0.1:{listener.port}", PATIENCE_S).close()
+        dial(f"tcp://127.0.0.1:{port_of(listener)}", PATIENCE_S).close()
         if socket.has_dualstack_ipv6():
-            dial(f"tcp://[::1]:{listener.port}", PATIENCE_S).close()
+            dial(f"tcp://[::1]:{port_of(listener)}", PATIENCE_S).close()
     finally:
         listener.close()
 

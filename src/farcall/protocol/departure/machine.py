@@ -421,19 +421,15 @@ class Departure:
         late.sort()
         return late[:MAX_LATE_NAMED], more + max(0, len(late) - MAX_LATE_NAMED)
 
-    def _named_status(self) -> DepartureStatus:
-        """The late members that the root knows of, as a message."""
+    def _known_status(self) -> DepartureStatus:
+        """The best answer now: the root's own knowledge, else its latest answer, else that the parent is silent."""
+        parent = self.parent
+        if parent is not None:
+            return self._status or DepartureStatus([(parent, NO_ANSWER)], 0)
         late, more = self._late_below()
         late += [(rank, NOT_CALLED) for rank in (self._peers | {self._my_rank}) - self._entered]
         late.sort()
         return DepartureStatus(late[:MAX_LATE_NAMED], more + max(0, len(late) - MAX_LATE_NAMED))
-
-    def _known_status(self) -> DepartureStatus:
-        """The best answer now: the root's own knowledge, else its latest answer, else that the parent is silent."""
-        parent = self.parent
-        if parent is None:
-            return self._named_status()
-        return self._status or DepartureStatus([(parent, NO_ANSWER)], 0)
 
     def _who_is_late_as_known(self) -> tuple[tuple[Late, ...], int]:
         status = self._known_status()

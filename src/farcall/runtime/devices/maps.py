@@ -31,7 +31,7 @@ def wishes_of(options: RpcBackendOptions) -> DeviceWishes | None:
     return DeviceWishes(torch.cuda.device_count(), maps, tuple(options.devices))
 
 
-def check_device_maps(members: Mapping[str, DeviceWishes | None], is_static: bool = True) -> None:
+def check_device_maps(members: Mapping[str, DeviceWishes | None]) -> None:
     """Raise ``BadDeviceMap``, the same at every member, for maps that cannot work."""
     for name, wishes in members.items():
         if wishes is None:
@@ -46,7 +46,7 @@ def check_device_maps(members: Mapping[str, DeviceWishes | None], is_static: boo
     for name, wishes in members.items():
         if wishes is None:
             continue
-        if is_static and not set(wishes.maps) <= set(members):
+        if not set(wishes.maps) <= set(members):
             raise BadDeviceMap(
                 f"Node {name} has invalid target node names in its device maps\n"
                 f"device maps = {list(wishes.maps)}\nnode names = {list(members)}"

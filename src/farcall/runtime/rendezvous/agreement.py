@@ -26,7 +26,6 @@ class Membership:
     """All members, this one included, by rank."""
     cluster_id: str
     secret: Secret = field(repr=False)
-    generation: int
     size: int = 0
     """The fixed number of members; 0: members come and go."""
     store: KeyStore | None = field(default=None, repr=False)

@@ -345,7 +345,7 @@ class DynamicRendezvous:
         self.contacts = self._meeting.contacts  # None once this node leaves
         self._upkeep: Upkeep | None = None  # set while this node is a member
         self.membership: Membership = Membership(
-            me, [me], meeting.cluster_id, meeting.secret, 0, meeting.size, store=meeting.store
+            me, [me], meeting.cluster_id, meeting.secret, meeting.size, store=meeting.store
         )
 
     def enter(self, listener: PeerListener, loop: Loop, peers: PeerTable) -> None:

@@ -415,7 +415,6 @@ class StaticRendezvous:
             members,
             slots[0].cluster_id,
             self._secret,
-            self._generation,
             len(slots),
             store=store,
             rank_0_serves=self.place.host is not None and not self.place.hosted_by_agent,

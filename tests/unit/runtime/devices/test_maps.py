@@ -16,7 +16,6 @@ def wishes(count: int = 2, devices: tuple[str, ...] = (), **maps: dict[str, str]
 def test_good_maps() -> None:
     check_device_maps({"a": wishes(b={"cuda:0": "cuda:1", "cpu": "cuda:0"}, a={"cuda:1": "cpu"}), "b": wishes()})
     check_device_maps({"a": wishes(b={"cuda:0": "cuda:9"}), "b": None})
-    check_device_maps({"a": wishes(later={"cuda:0": "cuda:0"})}, is_static=False)
     check_device_maps({"a": None, "b": None})
 
 

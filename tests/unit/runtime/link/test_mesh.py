@@ -46,7 +46,7 @@ def test_a_member_whose_time_is_up_does_not_try_a_hundred_others_first(monkeypat
     with socket.create_server(("127.0.0.1", 0), backlog=256) as silent:
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         members = [Member(f"w{rank}", rank, rank + 1, (address,)) for rank in range(100)]
-        membership = Membership(members[-1], members, "cluster", b"a secret of the test", 0, None)
+        membership = Membership(members[-1], members, "cluster", b"a secret of the test")
         peers: Any = Deaf()
         since = monotonic()
         with pytest.raises(MissingPeers, match=r"w0 .*before its turn came"):
@@ -68,7 +68,7 @@ def test_slow_members_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mesh, "Dialler", SlowDialler)
     members = [Member(f"w{rank}", rank, rank + 1, ("tcp://127.0.0.1:9",)) for rank in range(2 * mesh.DIALS_AT_ONCE + 1)]
-    membership = Membership(members[-1], members, "cluster", b"a secret of the test", 0, None)
+    membership = Membership(members[-1], members, "cluster", b"a secret of the test")
     peers: Any = Deaf()
     with pytest.raises(MissingPeers, match="slow"):
         Mesh(membership, RpcBackendOptions(), peers).connect(peers, monotonic() + LONG_S)

@@ -53,7 +53,7 @@ class Tables:
         myself = LoopbackPeer(WorkerInfo(ME.name, ME.rank), ME.incarnation, ME.incarnation, Mock(), memory, Mock())
         made = PeerTable(
             myself,
-            Membership(ME, [ME, *others], "cluster", Secret(b"secret"), 0),
+            Membership(ME, [ME, *others], "cluster", Secret(b"secret")),
             RpcBackendOptions(transports=["tcp"], membership=replace(PATIENT, full_mesh=full_mesh)),
             SimpleNamespace(loop=self.loop, pool=None, memory=memory),  # type: ignore[arg-type]
             is_static=False,

@@ -147,9 +147,12 @@ def test_no_secret_is_ever_written_to_the_store(store: Any, start: Any, given: s
 
 
 def test_meeting_again_is_another_generation(store: Any, start: Any) -> None:
-    seen = [joined([start("a", 0, 2), start("b", 1, 2)])[0] for _ in range(5)]
-    assert [m.generation for m in seen] == [0, 1, 2, 3, 4]
-    assert len({m.cluster_id for m in seen}) == 5
+    key, clusters = "farcall/0/generation", set()
+    for next_generation in (1, 2, 3, 4, 5):
+        one, _ = joined([start("a", 0, 2), start("b", 1, 2)])
+        assert int(Proofs(one.secret, True, "here").open(key, store.get(key))) == next_generation
+        clusters.add(one.cluster_id)
+    assert len(clusters) == 5
 
 
 def test_another_size_and_another_rank_the_next_time(store: Any, start: Any) -> None:
