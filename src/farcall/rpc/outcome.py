@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch
 
 from farcall.errors import Cancelled
+from farcall.rpc.timeouts import check_wait
 from farcall.runtime.calls.pending import Waiting
 from farcall.runtime.devices.streams import Stamp, stamp
 from farcall.runtime.io.reader import stop_reading
@@ -108,6 +109,8 @@ class Outcome(torch.futures.Future[T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait as `result` does; return the error, or None if there is none."""
+        if timeout is not None:
+            check_wait(timeout)  # here, too: its error would count as that of the future
         try:
             self.wait(timeout)
         except BaseException as error:
@@ -228,11 +231,13 @@ class DerivedFuture(Outcome[T]):
 
     def wait(self, timeout: float | None = None) -> T:
         """Block until this future is done; return its result or raise its error. See `Future.wait`."""
+        if timeout is not None:
+            check_wait(timeout)
         if not self.done():
             finished = Gate()
             self.when_done(finished)
             with waiting_here():
-                finished.wait(-1 if timeout is None else max(0.0, timeout))
+                finished.wait(-1 if timeout is None else timeout)
             if not self.done():
                 raise TimeoutError(f"not done within {timeout:g} s; the calls it waits for continue")
         if self._stamp is not None:
