@@ -22,11 +22,12 @@ from farcall.imports import when_imported
 from farcall.node import Node, leave, weights_of
 from farcall.observe import torch_profilers as torch_profilers  # from here on they know of remote work
 from farcall.options import RpcBackendOptions
-from farcall.rpc.call import UNSET_TIMEOUT, call_sync, check_timeout
+from farcall.rpc.call import call_sync
 from farcall.rpc.functions import Awaited
 from farcall.rpc.future import Future, call_async
 from farcall.rpc.references import NodeReferences, call_remote
 from farcall.rpc.rref import RRef
+from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout, check_wait
 from farcall.runtime.membership.events import MemberEvent
 from farcall.runtime.node import current_runtime as current_runtime
 from farcall.runtime.node import runtime_of
@@ -116,9 +117,11 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
     """
     if slot.runtime is None and slot.was_filled:
         return
+    if timeout is not None:
+        check_wait(timeout)
     runtime = current_runtime()
     try:
-        leave(runtime, graceful, timeout or 0.0, checks_leaks=not _ignore_rref_leak)
+        leave(runtime, graceful, timeout, checks_leaks=not _ignore_rref_leak)
     finally:
         with slot.lock:
             if slot.runtime in (runtime, runtime.newest()):
@@ -374,9 +377,9 @@ def subscribe(name: str) -> Subscription:
     return weights_of(current_runtime()).subscribe(name)
 
 
-def _set_rpc_timeout(seconds: float) -> None:
-    """Change the default timeout of this process's calls."""
-    current_runtime().timeout_s = check_timeout(float(seconds))
+def _set_rpc_timeout(seconds: float | None) -> None:
+    """Change the default timeout of this process's calls; None: they have no limit."""
+    current_runtime().timeout_s = 0.0 if seconds is None else check_timeout(float(seconds))
 
 
 def get_rpc_timeout() -> float | None:

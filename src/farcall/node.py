@@ -26,11 +26,12 @@ from farcall.observe.snapshot import WorkerSnapshot, take_snapshot
 from farcall.options import RpcBackendOptions
 from farcall.protocol.streams import StreamClosed, StreamCredit
 from farcall.protocol.weights import messages as weights_messages
-from farcall.rpc.call import UNSET_TIMEOUT, call_sync
+from farcall.rpc.call import call_sync
 from farcall.rpc.functions import Awaited
 from farcall.rpc.future import Future, call_async
 from farcall.rpc.references import NodeReferences, call_remote
 from farcall.rpc.rref import RRef
+from farcall.rpc.timeouts import UNSET_TIMEOUT, check_wait
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.membership.events import MemberEvent
 from farcall.runtime.node import Runtime, start_runtime
@@ -173,7 +174,7 @@ class Node:
     def shutdown(self, graceful: bool = True, timeout: float | None = None) -> None:
         """Leave the cluster. Graceful: wait until all work everywhere is done, at most ``timeout`` seconds if given."""
         if self._started is not None:
-            leave(self._started, graceful, timeout or 0.0, self.checks_leaks)
+            leave(self._started, graceful, timeout, self.checks_leaks)
 
     def __getitem__(self, to: str | int | WorkerInfo) -> Worker:
         """A handle of the worker ``to``, called by this node: ``node["ps"].call(function, argument)``."""
@@ -388,8 +389,9 @@ def _start_engine(runtime: Runtime) -> None:
         runtime.part(Transfers)
 
 
-def leave(runtime: Runtime, graceful: bool, timeout_s: float, checks_leaks: bool) -> None:
+def leave(runtime: Runtime, graceful: bool, timeout: float | None, checks_leaks: bool) -> None:
     """Have the node leave its cluster; with ``checks_leaks``, raise if references were held to the last."""
+    timeout_s = 0.0 if timeout is None else check_wait(timeout)
     if not runtime.running:
         runtime.shutdown(graceful, timeout_s)  # waits for an expelled node, which ends by itself
         return

@@ -56,11 +56,11 @@ def seconds(name: str, value: object, remedy: str = "0 means never") -> float:
     return number
 
 
-def some_seconds(name: str, value: object) -> float:
+def some_seconds(name: str, value: object, remedy: str = "leave it out for the default") -> float:
     """A finite time, more than 0."""
-    number = seconds(name, value, "leave it out for the default")
+    number = seconds(name, value, remedy)
     if number == 0:
-        raise ValueError(f"{name} must be more than 0: leave it out for the default")
+        raise ValueError(f"{name} must be more than 0: {remedy}")
     return number
 
 

@@ -252,7 +252,7 @@ class RpcBackendOptions(_Checked):
     """How a node finds its peers, talks to them, and how much it may use. ``options.replace(...)`` is a changed copy.
 
     Args:
-        rpc_timeout: seconds a call may take unless it says otherwise; None, or torch's 0, means without limit.
+        rpc_timeout: seconds a call may take unless it says otherwise; None means without limit.
         init_method: where the members meet: ``env://``, ``tcp://host:port`` or ``file:///path``. For a group without
             a fixed size also ``farcall://host:port``, the address of any member: that needs no store.
         num_worker_threads: threads kept ready for user functions; more are started when all of them wait for calls.
@@ -312,7 +312,7 @@ class RpcBackendOptions(_Checked):
 
     def __post_init__(self) -> None:
         if self.rpc_timeout is not None:
-            self._set("rpc_timeout", check.seconds("rpc_timeout", self.rpc_timeout, "None means no limit") or None)
+            self._set("rpc_timeout", check.some_seconds("rpc_timeout", self.rpc_timeout, "None means no limit"))
         if self.start_timeout_s is not None:  # 0 is not for ever: init_rpc never waits without a bound
             self._check(check.some_seconds, "start_timeout_s")
         self._check(check.seconds, "busy_wait_s")

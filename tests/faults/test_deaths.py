@@ -47,8 +47,8 @@ def outlive(rank: int, path: str) -> list[tuple[str, str, float]]:
         time.sleep(LONG_S * 10)
     if rank == 2:
         return []
-    future = farcall.rpc_async("w1", touch_and_sleep, (path,), timeout=0)
-    chained = farcall.rpc_async("w1", time.sleep, (LONG_S * 10,), timeout=0).then(lambda done: done.value())
+    future = farcall.rpc_async("w1", touch_and_sleep, (path,), timeout=None)
+    chained = farcall.rpc_async("w1", time.sleep, (LONG_S * 10,), timeout=None).then(lambda done: done.value())
     victim = farcall.rpc_sync("w1", os.getpid)
     outcome: list[tuple[str, str, float]] = []
     killed_at = [0.0]
@@ -60,7 +60,7 @@ def outlive(rank: int, path: str) -> list[tuple[str, str, float]]:
             delivery = getattr(error, "delivery", "")
             outcome.append((type(error).__name__, str(delivery), time.monotonic() - killed_at[0]))
 
-    waits = [future.wait, lambda: farcall.rpc_sync("w1", touch_and_sleep, (f"{path} too",), timeout=0)]
+    waits = [future.wait, lambda: farcall.rpc_sync("w1", touch_and_sleep, (f"{path} too",), timeout=None)]
     threads = [threading.Thread(target=note, args=(wait,)) for wait in waits]
     for thread in threads:
         thread.start()
@@ -159,7 +159,7 @@ def wait(path):
 
 rank, port, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 farcall.init_rpc(f"w{rank}", rank=rank, world_size=2,
-    rpc_backend_options=farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=0))
+    rpc_backend_options=farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=None))
 if rank == 0:
     asked = ASKED
     touch(path + "-asked")

@@ -382,7 +382,7 @@ def full_and_told(nodes: list[farcall.Node]) -> Iterator[None]:
 def test_calls_wait_unsent_until_there_is_room(way: str) -> None:
     with small_team("wait") as nodes:
         with full_and_told(nodes):
-            calls = [Background(ways(nodes[0], f"a{i}", torch.ones(8), timeout=0)[way]) for i in range(4)]
+            calls = [Background(ways(nodes[0], f"a{i}", torch.ones(8), timeout=None)[way]) for i in range(4)]
             wait_until(lambda: held(nodes[0]) == 4)
             assert all(call.running for call in calls)
             assert runtime_of(nodes[1]).executor.waiting == LIMIT + 1
@@ -440,7 +440,7 @@ def fill_and_be_told(nodes: list[farcall.Node]) -> None:
 def test_the_death_of_the_full_one_ends_the_wait() -> None:
     with small_team("wait") as nodes:
         fill_and_be_told(nodes)
-        calls = [Background(ways(nodes[0], "a", timeout=0)[way]) for way in WAYS]
+        calls = [Background(ways(nodes[0], "a", timeout=None)[way]) for way in WAYS]
         wait_until(lambda: held(nodes[0]) == len(WAYS))
         nodes[1].shutdown(graceful=False)
         for call, error in zip(calls, (PeerDead, PeerDead, ReferenceLost), strict=True):
@@ -456,7 +456,7 @@ def test_the_death_of_the_full_one_ends_the_wait() -> None:
 def test_the_end_of_the_caller_ends_the_wait() -> None:
     with small_team("wait") as nodes:
         fill_and_be_told(nodes)
-        call = Background(ways(nodes[0], "a", timeout=0)["sync"])
+        call = Background(ways(nodes[0], "a", timeout=None)["sync"])
         wait_until(lambda: held(nodes[0]) == 1)
         nodes[0].shutdown(graceful=False)
         with pytest.raises(Cancelled, match="w0 shut down"):

@@ -469,7 +469,7 @@ def die_while_down(rank: int, path: str, faults: Faults) -> Any:
     if rank == 2:
         return None
     victim = farcall.rpc_sync("w1", os.getpid)
-    future = farcall.rpc_async("w1", touch_and_sleep, (path,), timeout=0)
+    future = farcall.rpc_async("w1", touch_and_sleep, (path,), timeout=None)
     wait_until(lambda: os.path.exists(path))
     rule = faults.cut(to="w1", count=None)
     rule.wait_hits(2)
@@ -505,7 +505,7 @@ def be_replaced(rank: int, faults: Faults) -> str | None:
     (address,) = [
         way for member in node.membership.members if member.rank == 1 for way in member.addresses if "tcp:" in way
     ]
-    future = farcall.rpc_async("w1", time.sleep, (300.0,), timeout=0)
+    future = farcall.rpc_async("w1", time.sleep, (300.0,), timeout=None)
     rule = faults.cut(to="w1", count=None)
     rule.wait_hits(3)
     os.kill(victim, signal.SIGKILL)

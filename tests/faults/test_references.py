@@ -126,11 +126,11 @@ def outlive_an_owner(rank: int) -> list[float]:
 
     uses: list[Callable[[], object]] = [
         pending.to_here,
-        lambda: pending.to_here(timeout=0),
-        pending.rpc_sync(timeout=0).anything,
-        lambda: pending.rpc_async(timeout=0).anything().wait(),
-        lambda: pending.remote(timeout=0).anything().to_here(timeout=0),
-        lambda: pending._get_type(timeout=0),
+        lambda: pending.to_here(timeout=None),
+        pending.rpc_sync(timeout=None).anything,
+        lambda: pending.rpc_async(timeout=None).anything().wait(),
+        lambda: pending.remote(timeout=None).anything().to_here(timeout=None),
+        lambda: pending._get_type(timeout=None),
         lambda: pending._get_future().wait(),
     ]
     threads = [threading.Thread(target=wait, args=(use,)) for use in uses]

@@ -187,7 +187,7 @@ def test_a_use_of_what_is_still_being_created_waits_no_longer_than_it_may() -> N
     may_end.clear()
     with team(Faults()) as nodes:
         try:
-            rref = nodes[0].remote("w1", wait_to_end, timeout=0, retry=QUICKLY)
+            rref = nodes[0].remote("w1", wait_to_end, timeout=None, retry=QUICKLY)
             for use in (lambda it: it.to_here(timeout=0.05), lambda it: it.rpc_sync(timeout=0.05).upper()):
                 with pytest.raises(RpcTimeout, match="w1") as caught:
                     use(rref)

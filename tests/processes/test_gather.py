@@ -205,7 +205,7 @@ def test_two_nodes_in_one_process() -> None:
 
 def test_one_of_two_nodes_leaves_at_once() -> None:
     first, second = started_nodes(2)
-    pending = first.rpc_async("n1", Gate.wait, ("of two",), timeout=0)
+    pending = first.rpc_async("n1", Gate.wait, ("of two",), timeout=None)
     wait_until(lambda: runtime_of(second).server.awaited, "the arrival of the call")
     Gate.open("of two")
     assert pending.wait() == "of two"

@@ -19,7 +19,7 @@ def wait_for_gate() -> list[int]:
 
 
 def test_a_node_and_its_futures(tmp_path: Path) -> None:
-    options = farcall.RpcBackendOptions(init_method=f"file://{tmp_path}/store", rpc_timeout=0)
+    options = farcall.RpcBackendOptions(init_method=f"file://{tmp_path}/store", rpc_timeout=None)
     node = farcall.Node("w0", rank=0, world_size=1, options=options)
     assert repr(node) == "<Node 'w0': new>"
     with node:

@@ -242,7 +242,7 @@ def test_leaving_without_grace_is_local_and_the_others_go_on() -> None:
 
 def stuck_callers(rank: int, port: int, path: str) -> list[str]:
     """Every way to wait for a call ends when the node does."""
-    farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options(port, rpc_timeout=0))
+    farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options(port, rpc_timeout=None))
     if rank == 1:
         block(path)
         farcall.shutdown(graceful=False)
@@ -293,7 +293,7 @@ def test_everyone_who_waits_for_a_call_is_told_when_the_node_ends(tmp_path: Path
 
 def hammer_while_ending(rank: int, port: int, to: str) -> int:
     """Threads that call without a timeout while the node ends: each of them must come out."""
-    farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options(port, rpc_timeout=0))
+    farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options(port, rpc_timeout=None))
     farcall.barrier(["w0", "w1"])
     if rank == 1:
         wait_until(lambda: api.current_runtime().links.peers.remotes[0].link.broken is not None)

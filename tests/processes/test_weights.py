@@ -250,11 +250,11 @@ def test_a_wait_ends_at_its_deadline_and_says_why(nodes: list[farcall.Node]) -> 
         subscription.wait(timeout=0.01)
     publication = nodes[0].publish("nobody's", {"x": torch.ones(1)})
     with pytest.raises(RpcTimeout, match="w0 publishes it, and has pushed none"):
-        subscription.wait(timeout=0)
+        subscription.wait(timeout=0.01)
     version = publication.push()
     assert subscription.wait(timeout=LONG_S) == version
     with pytest.raises(RpcTimeout, match=f"newer than {version}"):
-        subscription.wait(newer_than=version, timeout=0)
+        subscription.wait(newer_than=version, timeout=0.01)
 
 
 def test_another_publisher_takes_over(nodes: list[farcall.Node]) -> None:

@@ -4,6 +4,7 @@
     torch.nn, torch.distributed      names that a torch without RPC never had
     torch.futures                    collect_all and wait_all that end with the first error
     farcall's RRef                   errors that come at the call, as programs expect
+    farcall's timeouts               0 for no limit, and -1 for the default
 
 `apply` patches the modules that are loaded; for later ones the finder of `installation` uses `AFTER_IMPORT`.
 `installation` also replaces whole modules.
@@ -44,7 +45,7 @@ def apply() -> list[Undo]:
         module = sys.modules.get(name)
         if module is not None:
             undo.extend(add(module))
-    return [*undo, *_script_builtins(), *_scripts(), *_futures(), *_references()]
+    return [*undo, *_script_builtins(), *_scripts(), *_futures(), *_references(), *_timeouts()]
 
 
 # ---------------------------------------------------------------------- names that a torch without RPC lacks
@@ -188,6 +189,16 @@ def _futures() -> list[Undo]:
         return [future.wait() for future in collect_all(futures).wait()]
 
     return [patch(torch.futures, "collect_all", collect_all), patch(torch.futures, "wait_all", wait_all)]
+
+
+# ---------------------------------------------------------------------- timeouts
+
+
+def _timeouts() -> list[Undo]:
+    """Let 0 and -1 mean what they do in torch, in methods of `RRef`, too: those are farcall's own."""
+    from farcall.rpc import timeouts
+
+    return [patch(timeouts, "torchs_numbers", True)]
 
 
 # ---------------------------------------------------------------------- references

@@ -42,10 +42,10 @@ from farcall.launcher.worker import DRIVER, end_worker, is_ready
 from farcall.options import RpcBackendOptions
 from farcall.protocol.member import incarnation_text
 from farcall.protocol.membership.events import LinkGivenUp
-from farcall.rpc.call import UNSET_TIMEOUT
 from farcall.rpc.handles import Worker
 from farcall.rpc.mapping import map_over
 from farcall.rpc.retry import Retry
+from farcall.rpc.timeouts import UNSET_TIMEOUT, check_wait
 from farcall.runtime.node import Runtime, current_runtime
 from farcall.runtime.node.current import slot
 from farcall.serialize.allowance import INSTALLED
@@ -210,6 +210,8 @@ class Cluster:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every worker runs, those that are being started or restarted included; raises if one is dead."""
+        if timeout is not None:
+            check_wait(timeout)
         expected = [one for one in self._supervisor.workers() if one.state is not State.ENDED]
         self._wait_for(expected, len(expected), timeout)
 

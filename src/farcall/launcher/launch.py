@@ -17,6 +17,7 @@ from farcall.errors import LaunchFailed, RpcError
 from farcall.launcher.engine import Engine
 from farcall.launcher.lives import Restarts
 from farcall.launcher.worker import DRIVER
+from farcall.option_checks import some_seconds
 from farcall.options import RpcBackendOptions
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def launch(
     check_number(workers, quorum)
     if restart not in ("never", "on-failure"):
         raise ValueError(f'restart must be "never" or "on-failure", not {restart!r}')
+    start_timeout_s = some_seconds("start_timeout", start_timeout)
     if sys.platform != "linux":
         raise LaunchFailed(
             f"farcall.launch needs Linux, and this is {sys.platform}: start each process yourself, with init_rpc in it"
@@ -93,7 +95,7 @@ def launch(
             engine,
             restarts=Restarts(max_restarts if restart == "on-failure" else 0, backoff_s),
             on_start=on_start,
-            start_timeout_s=start_timeout,
+            start_timeout_s=start_timeout_s,
             logs=_log_folder(logs) if quiet or logs is not None else None,
             shows=not quiet,
             ship=ship,

@@ -17,10 +17,11 @@ from torch import nn
 from farcall.api import current_runtime
 from farcall.errors import SerializationError
 from farcall.ids import WorkerInfo
-from farcall.rpc.call import UNSET_TIMEOUT, call_sync
+from farcall.rpc.call import call_sync
 from farcall.rpc.future import Future, call_async
 from farcall.rpc.method_calls import call_method, call_method_async
 from farcall.rpc.rref import RRef
+from farcall.rpc.timeouts import UNSET_TIMEOUT
 from farcall.serialize import Encoding, current_encoding, register_reducer
 
 M = TypeVar("M", bound="RemoteModule")

@@ -39,8 +39,8 @@ from farcall.observe.profile import PROFILER, THREAD, Collector
 from farcall.observe.spans import Harvest, decode_harvest, encode_harvest
 from farcall.observe.trace import chrome_trace, function_events, write_json
 from farcall.protocol.observing import WorkerState
-from farcall.rpc.call import UNSET_TIMEOUT
 from farcall.rpc.future import call_async
+from farcall.rpc.timeouts import UNSET_TIMEOUT
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import HasRuntime, Runtime, current_runtime, runtime_of
 from farcall.runtime.observing.profiling import is_profiled

@@ -17,9 +17,9 @@ import torch
 
 from farcall.autograd.recorder import Recorder
 from farcall.ids import WorkerInfo
-from farcall.rpc.call import UNSET_TIMEOUT
 from farcall.rpc.future import call_async
 from farcall.rpc.rref import RRef
+from farcall.rpc.timeouts import UNSET_TIMEOUT
 from farcall.runtime.node import Runtime, current_runtime
 from farcall.serialize import RECORDING
 

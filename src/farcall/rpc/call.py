@@ -15,16 +15,12 @@ from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, REQUEST, Frame
 from farcall.protocol.notes import REFUSED, decode_refusal
 from farcall.rpc.schemas import name_function
+from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.pending import CallTable, PendingCall, SyncCall
-from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import RECORDING, decode_failure, encode_function, read_value, write_call
-
-UNSET_TIMEOUT = -1.0
-LONGEST_S = 1e9
-"""A longer timeout, about thirty years, counts as no limit."""
 
 
 def call_sync(
@@ -41,24 +37,13 @@ def call_sync(
     ``refusable``: an overloaded callee may refuse the call, if the node's option ``when_overloaded`` says so.
     """
     peer = node.peer(to)
-    timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
+    timeout_s = node.timeout_s if timeout_s is UNSET_TIMEOUT else check_timeout(timeout_s)
     profile = PROFILING.begin_call(node, peer, "sync", func, None) if is_profiled() or PROFILING.everywhere else None
     frame = encode_request(peer, func, args, kwargs)
     call = SyncCall(peer, func, timeout_s)
     if profile is not None:
         call.profile = profile
     return read_answer(node.calls.exchange(call, frame, refusable), peer)
-
-
-def check_timeout(seconds: float | None) -> float:
-    """Return ``seconds``, checked. None: no limit, not even that of the call being served. 0: no limit, as in torch."""
-    if seconds is None:
-        return NEVER
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        raise TypeError(f"timeout must be a number of seconds, not {type(seconds).__name__}")
-    if not seconds >= 0:
-        raise ValueError(f"timeout must be a number of seconds, at least 0 (None: no limit), not {seconds!r}")
-    return seconds if seconds < LONGEST_S else NEVER
 
 
 def encode_request(

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any, Generic, TypeVar, overload
 
 from farcall.rpc.outcome import DerivedFuture, LoopGate, Opens, Outcome, waiting_here
+from farcall.rpc.timeouts import check_wait
 from farcall.runtime.io.sigint import SLICE_S
 from farcall.runtime.io.timers import NEVER
 
@@ -103,7 +104,7 @@ class Completions(Generic[F]):
         self._arrived: SimpleQueue[F] = SimpleQueue()
         self._gate: Opens | None = None
         self._timeout = timeout
-        self._deadline = NEVER if timeout is None else monotonic() + timeout
+        self._deadline = monotonic() + check_wait(timeout)
         self._left = len(futures)
         for future in futures:
             future.when_done(Tell(self._on_done, future))

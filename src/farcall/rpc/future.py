@@ -21,7 +21,7 @@ import torch
 from farcall.errors import Cancelled, RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, Frame
-from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, encode_request, read_answer, send
+from farcall.rpc.call import encode_request, read_answer, send
 from farcall.rpc.outcome import (
     DerivedFuture,
     Opens,
@@ -31,6 +31,7 @@ from farcall.rpc.outcome import (
     profiled,
     running_loop,
 )
+from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout, check_wait
 from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.devices.streams import Stamp, stamp
@@ -94,6 +95,8 @@ class Future(Outcome[T], PendingCall):
 
         With a ``timeout``, wait that many seconds at most, then raise ``TimeoutError``: the call itself goes on.
         """
+        if timeout is not None:
+            check_wait(timeout)
         if self._value is _NONE_YET and not self.done():
             self.thread_id = get_ident()
             until = NEVER if timeout is None else monotonic() + timeout
@@ -248,7 +251,7 @@ def call_async(
     Errors in the arguments are raised here. ``kind`` names the call in profiles.
     """
     peer = node.peer(to)
-    timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
+    timeout_s = node.timeout_s if timeout_s is UNSET_TIMEOUT else check_timeout(timeout_s)
     profile = PROFILING.begin_call(node, peer, kind, func, None) if is_profiled() or PROFILING.everywhere else None
     frame = encode_request(peer, func, args, kwargs)
     future: Future[Any] = Future(node, peer, func, timeout_s)

@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 import torch
 
 from farcall.errors import Delivery, PeerDead, RpcError, RpcTimeout
-from farcall.rpc.call import UNSET_TIMEOUT, call_sync, check_timeout
+from farcall.rpc.call import call_sync
 from farcall.rpc.functions import async_execution
 from farcall.rpc.outcome import copied
+from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime, runtime_of_thread
@@ -156,9 +157,9 @@ def gather(node: Runtime, value: T, names: Iterable[str] | None, timeout_s: floa
     if unknown:
         raise RpcError(f"not workers of this cluster: {', '.join(sorted(unknown))}")
     group: Group = tuple((name, node.peer(name).incarnation) for name in sorted(chosen))
-    timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
+    timeout_s = node.timeout_s if timeout_s is UNSET_TIMEOUT else check_timeout(timeout_s)
     number = node.part(_Gathers).next_number(group)
-    waiting_s = timeout_s + GRACE_S if timeout_s else 0.0
+    waiting_s = timeout_s + GRACE_S if timeout_s else UNSET_TIMEOUT  # which has no limit, then
     contribution = (group, number, node.info.name, value, timeout_s)
     # The leader must not refuse this call: the other members would wait, and the number cannot be used again.
     result: dict[str, T] = call_sync(node, group[0][0], _contribute, contribution, None, waiting_s, refusable=False)

@@ -13,12 +13,13 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 
 from farcall.ids import WorkerInfo
-from farcall.rpc.call import UNSET_TIMEOUT, call_sync, check_timeout
+from farcall.rpc.call import call_sync
 from farcall.rpc.future import Future, call_async
 from farcall.rpc.references import call_remote
 from farcall.rpc.retry import Retry, async_with, check_retry, remote_with, sync_with
 from farcall.rpc.rref import RRef
 from farcall.rpc.streams import Stream, open_stream
+from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.scope import CURRENT, Labelled
 from farcall.runtime.node import Runtime, current_runtime
 
@@ -42,7 +43,7 @@ class Worker:
         node: Runtime | None = None,
     ) -> None:
         """``node``: the node that calls. None: the node that is current at each call."""
-        if timeout != UNSET_TIMEOUT:
+        if timeout is not UNSET_TIMEOUT:
             check_timeout(timeout)
         if retry is not None:
             check_retry(retry)
@@ -75,7 +76,7 @@ class Worker:
         """
         return Worker(
             self.name,
-            timeout=self._timeout if timeout == UNSET_TIMEOUT else timeout,
+            timeout=self._timeout if timeout is UNSET_TIMEOUT else timeout,
             retry=self._retry if retry is None else retry,
             metadata=self._metadata if metadata is None else {**(self._metadata or {}), **metadata},
             serial=self._serial if serial is None else serial,
@@ -155,7 +156,7 @@ class Worker:
             CURRENT.reset(token)
 
     def __repr__(self) -> str:
-        timeout = "" if self._timeout == UNSET_TIMEOUT else f", timeout={self._timeout!r}"
+        timeout = "" if self._timeout is UNSET_TIMEOUT else f", timeout={self._timeout!r}"
         retry = "" if self._retry is None else f", retry={self._retry!r}"
         metadata = "" if self._metadata is None else f", metadata={self._metadata!r}"
         serial = ", serial=True" if self._serial else ""

@@ -14,12 +14,12 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from farcall.errors import PeerDead, RpcError, UnknownWorker
-from farcall.rpc.call import UNSET_TIMEOUT
 from farcall.rpc.combine import Tell
 from farcall.rpc.future import Future, call_async
 from farcall.rpc.handles import Worker, handle_of
 from farcall.rpc.outcome import waiting_here
 from farcall.rpc.retry import Retry, check_retry
+from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.pending import name_of
 from farcall.runtime.io.sigint import SLICE_S, Gate
 from farcall.runtime.io.timers import NEVER
@@ -78,6 +78,8 @@ def map_over(
     progress: bool,
 ) -> Generator[T, None, None]:
     """`map` over workers that join and leave while it runs."""
+    if timeout is not UNSET_TIMEOUT:
+        check_timeout(timeout)
     if in_flight < 1:
         raise ValueError(f"in_flight must be at least 1, not {in_flight!r}")
     found = _Map(func, iter(items), roster, in_flight=in_flight, timeout=timeout, retry=retry)
@@ -201,7 +203,7 @@ class _Map:
         key = self._free.popleft()
         to = self._known[key]
         node = to._node or current_runtime()
-        timeout = to._timeout if self._timeout == UNSET_TIMEOUT else self._timeout
+        timeout = to._timeout if self._timeout is UNSET_TIMEOUT else self._timeout
         try:
             future = call_async(node, to.name, self._func, (item,), None, timeout)
         except Exception as error:  # of pickling the item, for one

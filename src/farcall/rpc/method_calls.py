@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 import torch
 
 from farcall.protocol.frames import REQUEST, Frame
-from farcall.rpc.call import UNSET_TIMEOUT, check_timeout
 from farcall.rpc.future import Future
 from farcall.rpc.owner_calls import ask, ask_async
+from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import write_call
 
@@ -51,7 +51,7 @@ class Proxy:
     __slots__ = ("_call", "_rref", "_timeout_s")
 
     def __init__(self, call: Callable[..., Any], rref: RRef[Any], timeout_s: float | None) -> None:
-        if timeout_s != UNSET_TIMEOUT:
+        if timeout_s is not UNSET_TIMEOUT:
             check_timeout(timeout_s)  # now: an error after encoding would have to withdraw the arguments' forks
         self._call = call
         self._rref = rref
@@ -129,5 +129,5 @@ def call_method_async(rref: RRef[Any], name: str, timeout_s: float | None, /, *a
 def call_method_remote(rref: RRef[Any], name: str, timeout_s: float | None, /, *args: Any, **kwargs: Any) -> RRef[Any]:
     """Call the method; return a reference to its result, which stays at the object's owner."""
     references = rref._references
-    timeout_s = references.node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
+    timeout_s = references.node.timeout_s if timeout_s is UNSET_TIMEOUT else check_timeout(timeout_s)
     return references.create(*method_request(rref, name, args, kwargs), timeout_s, rref)

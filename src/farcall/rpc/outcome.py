@@ -11,12 +11,14 @@ import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
 from farcall.errors import Cancelled
+from farcall.rpc.timeouts import check_wait
 from farcall.runtime.calls.pending import Waiting
 from farcall.runtime.devices.streams import Stamp, stamp
 from farcall.runtime.io.reader import stop_reading
@@ -108,6 +110,8 @@ class Outcome(torch.futures.Future[T]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait as `result` does; return the error, or None if there is none."""
+        if timeout is not None:
+            check_wait(timeout)  # here, too: its error would count as that of the future
         try:
             self.wait(timeout)
         except BaseException as error:
@@ -203,13 +207,18 @@ class _Callback:
 
 
 class DerivedFuture(Outcome[T]):
-    """A future that other futures complete: the result of ``then`` and of ``gather``."""
+    """A future that other futures complete: the result of ``then`` and of ``gather``.
+
+    Mutable: ``_gates``, to open when it is done; ``_opens_gates``, once: has torch's future the callback for that?
+    """
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
         """``devices``: the node's devices, on which the result may be."""
         super().__init__()
         self._devices = devices
         self._stamp: Stamp | None = None
+        self._gates: list[Opens] = []
+        self._opens_gates = False
 
     def completing(self, callback: Callable[[Any], T]) -> Callable[[Any], None]:
         """Wrap ``callback``: its result, or its error, completes this future."""
@@ -228,19 +237,30 @@ class DerivedFuture(Outcome[T]):
 
     def wait(self, timeout: float | None = None) -> T:
         """Block until this future is done; return its result or raise its error. See `Future.wait`."""
+        if timeout is not None:
+            check_wait(timeout)
         if not self.done():
             finished = Gate()
             self.when_done(finished)
             with waiting_here():
-                finished.wait(-1 if timeout is None else max(0.0, timeout))
+                finished.wait(-1 if timeout is None else timeout)
             if not self.done():
+                with suppress(ValueError):  # `_open_all` has just taken it
+                    self._gates.remove(finished)  # a program may ask again and again
                 raise TimeoutError(f"not done within {timeout:g} s; the calls it waits for continue")
         if self._stamp is not None:
             self._stamp.wait()
         return torch.futures.Future.wait(self)
 
     def when_done(self, gate: Opens) -> None:
-        torch.futures.Future.add_done_callback(self, lambda _: gate.open())
+        # One callback for all gates, since torch's future keeps each until it is done. It must not hold this object: a
+        # future that is never done would hold itself, through C++, which no garbage collector sees.
+        self._gates.append(gate)
+        if not self._opens_gates:
+            torch.futures.Future.add_done_callback(self, partial(_open_all, self._gates))
+            self._opens_gates = True  # after the line above: another thread relies on it
+        elif self.done():  # checked after the append: the callback may have run just before it
+            _open_all(self._gates)
 
     def cancel(self) -> bool:
         """Return False: a callback's result cannot be cancelled. Cancel the call that it waits for."""
@@ -258,6 +278,15 @@ class DerivedFuture(Outcome[T]):
         derived: DerivedFuture[S] = DerivedFuture(self._devices)
         torch.futures.Future.add_done_callback(self, derived.completing(profiled(callback)))
         return derived
+
+
+def _open_all(gates: list[Opens], _: object = None) -> None:
+    while gates:
+        try:
+            gate = gates.pop(0)  # atomic: each gate is opened once
+        except IndexError:
+            return
+        gate.open()
 
 
 def check_callable(callback: object) -> None:

@@ -29,7 +29,7 @@ from farcall.autograd.scope import backward as backward_in_context
 from farcall.errors import Cancelled, ReferenceLost, RpcError, RpcTimeout
 from farcall.ids import RefId, WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Frame
-from farcall.rpc.call import UNSET_TIMEOUT, check_timeout
+from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.results import Later, MarkedResult, StoredFailure, is_async_execution
 from farcall.runtime.calls.run_inline import QUICK_S
@@ -130,14 +130,14 @@ class Owned:
 
 def wait_for_value(rref: RRef[Any], owned: Owned, timeout_s: float | None) -> Any:
     """At the owner: wait until the value is ready and return the value itself."""
-    if timeout_s != UNSET_TIMEOUT:
-        check_timeout(timeout_s)
+    if timeout_s is not UNSET_TIMEOUT:
+        timeout_s = check_timeout(timeout_s)
     creation = rref._creation
     if creation is not None and creation.error is not None:
         raise copy.copy(creation.error)  # as on any other node, even if the value has become ready since
     if not owned.ready:
         node = rref._references.node
-        if timeout_s == UNSET_TIMEOUT:
+        if timeout_s is UNSET_TIMEOUT:
             timeout_s = node.timeout_s
         deadline = monotonic() + timeout_s if timeout_s else NEVER
         with node.calls.waiting():

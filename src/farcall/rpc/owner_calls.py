@@ -29,9 +29,10 @@ from farcall.errors import Cancelled, NetworkError, Overloaded, ReferenceLost, R
 from farcall.protocol.frames import FAILURE, Frame
 from farcall.protocol.notes import REFUSED
 from farcall.protocol.references.messages import Fork
-from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, read_answer, refusal, send
+from farcall.rpc.call import read_answer, refusal, send
 from farcall.rpc.future import Future
 from farcall.rpc.owned_values import Owned
+from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.pending import PendingCall, SyncCall, name_of
 from farcall.runtime.calls.scope import CURRENT
@@ -219,7 +220,7 @@ def ask(rref: RRef[Any], peer: Peer, what: Callable[..., Any], frame: Frame, tim
         except BaseException:
             withdraw(frame)
             raise
-    call = SyncCall(peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s))
+    call = SyncCall(peer, what, node.timeout_s if timeout_s is UNSET_TIMEOUT else check_timeout(timeout_s))
     creation = rref._creation
     if creation is not None and not (creation.arrived and creation.error is None):
         creation.attach(call, frame)
@@ -256,7 +257,7 @@ def ask_async(
 ) -> Future[Any]:
     """Like `ask`, but return a future of the result at once."""
     node = rref._references.node
-    future = _Answer(node, peer, what, node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s), rref)
+    future = _Answer(node, peer, what, node.timeout_s if timeout_s is UNSET_TIMEOUT else check_timeout(timeout_s), rref)
     creation = rref._creation
     if creation is not None and not (creation.arrived and creation.error is None):
         creation.attach(future, frame)

@@ -33,12 +33,13 @@ from farcall.protocol.references import messages as protocol
 from farcall.protocol.references.machine import References
 from farcall.protocol.references.messages import Fork, FreeValue, Lost, NeverCreated, Send
 from farcall.protocol.references.user import ReleasedForks
-from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, encode_request
+from farcall.rpc.call import encode_request
 from farcall.rpc.deferred_messages import DeferredMessages
 from farcall.rpc.owned_values import KeptRequest, Owned, OwnedValues, dispose
 from farcall.rpc.owner_calls import Creation
 from farcall.rpc.reference_shutdown import ReferenceShutdown
 from farcall.rpc.rref import RRef
+from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.serving import Server
 from farcall.runtime.calls.turns import Turns
 from farcall.runtime.io.timers import NEVER
@@ -508,6 +509,6 @@ def call_remote(
 ) -> RRef[Any]:
     """Call ``func`` on ``to``, which owns the result; return a reference at once. Errors in arguments raise here."""
     peer = node.peer(to)
-    timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
+    timeout_s = node.timeout_s if timeout_s is UNSET_TIMEOUT else check_timeout(timeout_s)
     frame = encode_request(peer, func, args, kwargs)
     return node.part(NodeReferences).create(peer, func, frame, timeout_s, serial=serial)

@@ -34,7 +34,7 @@ from farcall.channel.transfer_engine import Ranges
 from farcall.errors import RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol.backoff import Backoff
-from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, encode_request
+from farcall.rpc.call import encode_request
 from farcall.rpc.owner_calls import ask
 from farcall.rpc.rref import RRef
 from farcall.rpc.shared_tensor import (
@@ -49,6 +49,7 @@ from farcall.rpc.shared_tensor import (
     settle,
     write,
 )
+from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.rpc.transfers import OpenedTensor, Transfers, ranges_of
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_runtime
@@ -89,7 +90,7 @@ class _Limit:
 
     def __init__(self, timeout: float | None, default_s: float) -> None:
         self._timeout = timeout
-        self._seconds = (default_s if timeout == UNSET_TIMEOUT else check_timeout(timeout)) or NEVER
+        self._seconds = (default_s if timeout is UNSET_TIMEOUT else check_timeout(timeout)) or NEVER
         self.deadline: float = monotonic() + self._seconds
 
     def left(self) -> float | None:

@@ -33,11 +33,12 @@ from farcall.errors import Cancelled, Delivery, NetworkError, RpcError, RpcTimeo
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import Frame
 from farcall.protocol.notes import KEEP
-from farcall.rpc.call import UNSET_TIMEOUT, call_sync, check_timeout, encode_request, send
+from farcall.rpc.call import call_sync, encode_request, send
 from farcall.rpc.future import Future
 from farcall.rpc.owner_calls import Creation
 from farcall.rpc.references import NodeReferences
 from farcall.rpc.rref import RRef
+from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.pending import PendingCall, name_of
 from farcall.runtime.calls.scope import CURRENT
@@ -115,7 +116,8 @@ def sync_with(
     timeout_s, deadline = _bounds(node, timeout_s)
     for attempt in itertools.count(1):
         try:
-            return call_sync(node, to, func, args, kwargs, timeout_s and max(1e-3, deadline - monotonic()))
+            left_s = max(1e-3, deadline - monotonic()) if timeout_s else UNSET_TIMEOUT  # which has no limit, then
+            return call_sync(node, to, func, args, kwargs, left_s)
         except NetworkError as error:
             pause_s = retry.pause_s(attempt, error, deadline)
             if pause_s is None:
@@ -365,7 +367,7 @@ def check_retry(retry: object) -> None:
 
 
 def _bounds(node: Runtime, timeout_s: float | None) -> tuple[float, float]:
-    timeout_s = node.timeout_s if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s)
+    timeout_s = node.timeout_s if timeout_s is UNSET_TIMEOUT else check_timeout(timeout_s)
     return timeout_s, monotonic() + timeout_s if timeout_s else NEVER
 
 

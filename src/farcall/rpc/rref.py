@@ -37,10 +37,11 @@ from farcall.html import table
 from farcall.ids import WorkerInfo
 from farcall.protocol.backoff import Backoff
 from farcall.protocol.references.messages import Fork
-from farcall.rpc.call import UNSET_TIMEOUT, plain_request
+from farcall.rpc.call import plain_request
 from farcall.rpc.method_calls import Call, Proxy, Start, call_method, call_method_async, call_method_remote
 from farcall.rpc.owned_values import Owned, run_backward, wait_for_value
 from farcall.rpc.owner_calls import Creation, ask, ask_async
+from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
@@ -210,7 +211,7 @@ class RRef(Generic[T]):
             return wait_for_value(self, self._owned, timeout)  # type: ignore[no-any-return]
         references = self._references
         began = monotonic()
-        bound_s = references.node.timeout_s if timeout == UNSET_TIMEOUT else timeout
+        bound_s = references.node.timeout_s if timeout is UNSET_TIMEOUT else check_timeout(timeout)
         lost = 0
         pauses: Backoff | None = None
         # A question changes nothing at the owner, so it may be repeated: when a large answer was lost with its
@@ -254,7 +255,7 @@ class RRef(Generic[T]):
                 f"For UserRRef(rref_id={ref}, fork_id={fork_id}), can't call localValue() on user "
                 f"{self._references.node.info}. Call it on owner {self.owner()}, or use to_here() for a copy"
             )
-        return wait_for_value(self, self._owned, 0.0)  # type: ignore[no-any-return]
+        return wait_for_value(self, self._owned, None)  # type: ignore[no-any-return]
 
     # For a type checker, ``call`` is the value itself: its methods with their arguments and results. No type says
     # "the same methods, each with a Future of its result", so ``start`` takes the method as its first argument.

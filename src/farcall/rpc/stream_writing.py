@@ -309,14 +309,16 @@ def _withdraw(segment: _Segment | None) -> None:
 class StreamRequest(Request):
     """A request whose function returns an iterable or async iterable; it sends the items, and then the answer."""
 
-    __slots__ = ("writer",)
+    __slots__ = ("_turn_comes", "writer")
 
     def __init__(self, streams: Streams, server: Server, peer: Peer, frame: Frame) -> None:
         super().__init__(server, peer, frame)
         self.writer: Writer = Writer(streams, peer, frame.call_id, outgoing=False)
+        self._turn_comes = Gate()  # of a serial object
 
     def stop_writing(self) -> None:
         self.writer.close()
+        self._turn_comes.open()
 
     def progress(self) -> str:
         return f" (stream, {self.writer.describe()})"
@@ -327,11 +329,11 @@ class StreamRequest(Request):
         if self.cancelled:
             self.server.answered(self)  # the generator has not begun: there is nothing to close
             return
-        Dependents.watch(self, self.writer.close)
+        Dependents.watch(self, self.stop_writing)
         turns = self.frame.turns
         if isinstance(source, Iterable):
             if turns is not None:
-                source = turns.items(source, self.writer.waiting)
+                source = turns.items(source, self.writer.waiting, self._turn_comes)
             self.server.submit(FunctionTask(partial(self._pump, source), self.drop))
         elif isinstance(source, AsyncIterable):
             self.deferred = True

@@ -17,11 +17,12 @@ from farcall.errors import RpcError, SerializationError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import Frame
 from farcall.protocol.notes import STREAM
-from farcall.rpc.call import UNSET_TIMEOUT, check_timeout, encode_request, send
+from farcall.rpc.call import encode_request, send
 from farcall.rpc.method_calls import Proxy, method_request
 from farcall.rpc.node_streams import Streams
 from farcall.rpc.owner_calls import Creation
 from farcall.rpc.stream_reading import Reader, StreamCall
+from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.node import Runtime, runtime_of_thread
 from farcall.runtime.node.current import STARTED
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
@@ -237,7 +238,7 @@ def send_stream_call(
     creation: Creation | None = None,
 ) -> Stream[Any]:
     """Send ``frame`` as the request of a stream. ``creation``: the creating call of the method's object."""
-    call = StreamCall(node.part(Streams), peer, what, 0.0 if timeout_s == UNSET_TIMEOUT else check_timeout(timeout_s))
+    call = StreamCall(node.part(Streams), peer, what, 0.0 if timeout_s is UNSET_TIMEOUT else check_timeout(timeout_s))
     if creation is not None and not (creation.arrived and creation.error is None):
         creation.attach(call, frame)  # if the creation fails, no object exists to call
     if is_profiled() or PROFILING.everywhere:

@@ -27,6 +27,7 @@ from farcall.errors import ReferenceLost, RpcError
 from farcall.rpc.future import call_async as issue
 from farcall.rpc.owned_values import Owned, wait_for_value
 from farcall.rpc.rref import RRef
+from farcall.rpc.timeouts import UNSET_TIMEOUT, from_torch
 from farcall.runtime.io.reader import stop_reading
 from farcall.serialize import RECORDING
 from farcall.serialize.functions import decode_function
@@ -42,7 +43,7 @@ def call_sync(
 ) -> Any:
     """``rpc_sync`` in a script."""
     with _inside(context_id):
-        return api.rpc_sync(to, _find(name), args, kwargs, timeout_s)
+        return api.rpc_sync(to, _find(name), args, kwargs, from_torch(timeout_s))
 
 
 def call_async(
@@ -51,7 +52,7 @@ def call_async(
     """``rpc_async`` in a script."""
     stop_reading()  # the script will probably wait in C++, where no other thread can take over reading
     with _inside(context_id):
-        return issue(api.current_runtime(), to, _find(name), args, kwargs, timeout_s, "async_jit")
+        return issue(api.current_runtime(), to, _find(name), args, kwargs, from_torch(timeout_s), "async_jit")
 
 
 def call_remote(
@@ -59,7 +60,7 @@ def call_remote(
 ) -> Any:
     """``remote`` in a script."""
     with _inside(context_id):
-        return api.remote(to, _find(name), args, kwargs, timeout_s)
+        return api.remote(to, _find(name), args, kwargs, from_torch(timeout_s))
 
 
 def _find(name: str) -> Any:
@@ -89,14 +90,14 @@ def _inside(context_id: int) -> Iterator[None]:
 def to_here(rref: RRef[Any], timeout_s: float, is_module: bool) -> Any:
     """The value; at its owner, the object that scripts change in place."""
     if rref._owned is not None:
-        wait_for_value(rref, rref._owned, timeout_s)
+        wait_for_value(rref, rref._owned, from_torch(timeout_s))
         return rref._owned.value
     if is_module:
         raise RpcError(
             f"{rref} is an RRef to a ScriptModule. It can't be sent through RPC from owner, {rref.owner()}, to user, "
             f"{api.get_worker_info()}. Call it there, or fetch it in Python code"
         )
-    return rref.to_here(timeout_s)
+    return rref.to_here(from_torch(timeout_s))
 
 
 def local_value(rref: RRef[Any]) -> Any:
@@ -105,7 +106,7 @@ def local_value(rref: RRef[Any]) -> Any:
         raise RpcError(
             f"Can't call RRef.local_value() on a non-owner RRef: {rref} belongs to {rref.owner_name()}; use to_here()"
         )
-    wait_for_value(rref, rref._owned, 0.0)
+    wait_for_value(rref, rref._owned, None)
     return rref._owned.value
 
 
@@ -149,7 +150,7 @@ def type_of(rref: RRef[Any]) -> Any:
         if known is not None:
             return known
     if rref._owned is not None:
-        wait_for_value(rref, rref._owned, api.current_runtime().timeout_s)
+        wait_for_value(rref, rref._owned, UNSET_TIMEOUT)
         return _type_of_owned(rref._owned)
     text = api.rpc_sync(rref.owner(), _type_as_text, (rref,))
     return None if text is None else extension.load().parse_type(text)

@@ -20,6 +20,7 @@ import torch
 
 from farcall import api
 from farcall.errors import RpcError
+from farcall.rpc.timeouts import UNSET_TIMEOUT
 
 
 @torch.library.custom_op("farcall::call", mutates_args=())
@@ -29,7 +30,7 @@ def call(
     args: Sequence[torch.Tensor],
     shape: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
-    timeout: float = -1.0,
+    timeout: float | None = -1.0,
 ) -> torch.Tensor:
     """Run a function of tensors on worker ``to`` and return its result, one tensor; compiled without a break.
 
@@ -38,12 +39,12 @@ def call(
         function: dotted name, ``"package.module.function"``.
         args: its arguments: tensors, at least one.
         shape, dtype: of the result, where they are not those of the first argument.
-        timeout: seconds; 0 for none; by default that of the options.
+        timeout: seconds; None for no limit; by default that of the options, which an operator's schema writes as -1.
 
     Raises:
         RpcError: the result has another type, shape or dtype.
     """
-    result: Any = api.rpc_sync(to, _find(function), tuple(args), timeout=timeout)
+    result: Any = api.rpc_sync(to, _find(function), tuple(args), timeout=UNSET_TIMEOUT if timeout == -1 else timeout)
     if not isinstance(result, torch.Tensor):
         raise RpcError(f"{function} on {to} returned {type(result).__name__}, not a tensor")
     look = _look(args, shape, dtype)
@@ -63,7 +64,7 @@ def _(
     args: Sequence[torch.Tensor],
     shape: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
-    timeout: float = -1.0,
+    timeout: float | None = -1.0,
 ) -> torch.Tensor:
     look = _look(args, shape, dtype)
     return args[0].new_empty(look[0], dtype=look[1])

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from farcall.errors import PublicationClosed, RpcTimeout
-from farcall.rpc.call import UNSET_TIMEOUT
+from farcall.rpc.timeouts import UNSET_TIMEOUT
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_runtime
 from farcall.weights.layout import name_of, take_apart

@@ -20,8 +20,8 @@ from farcall.errors import CorruptWeights, Delivery, PublicationClosed, RpcTimeo
 from farcall.ids import WorkerInfo
 from farcall.protocol.weights.messages import Claim, Key
 from farcall.protocol.weights.subscriber import Held, LetGo, SubscriberMachine, SubscriberState
-from farcall.rpc.call import UNSET_TIMEOUT, check_timeout
 from farcall.rpc.outcome import LoopGate
+from farcall.rpc.timeouts import UNSET_TIMEOUT, check_wait
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.weights.loading import Slices, load
@@ -282,10 +282,8 @@ class Subscription:
         return None
 
     def _deadline(self, timeout: float | None) -> tuple[float, float]:
-        if timeout == UNSET_TIMEOUT:
-            timeout_s = self._versions.weights.node.timeout_s or NEVER
-        else:
-            timeout_s = check_timeout(timeout)
+        default_s = self._versions.weights.node.timeout_s or NEVER
+        timeout_s = default_s if timeout is UNSET_TIMEOUT else check_wait(timeout)
         return monotonic() + timeout_s, timeout_s
 
     def _too_late(self, newer_than: Version | None, timeout_s: float) -> RpcTimeout:

@@ -14,6 +14,7 @@ from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.errors import Cancelled, Delivery, RpcTimeout
+from farcall.rpc.timeouts import UNSET_TIMEOUT
 from farcall.runtime.node import runtime_of
 
 SEEN: dict[str, Any] = {}
@@ -177,7 +178,7 @@ def inside() -> tuple[str, str, float | None, dict[str, str]]:
     return call.caller.name, call.function, call.time_left_s, dict(call.metadata)
 
 
-def pass_on(to: str, timeout: float | None = -1.0, **metadata: str) -> Any:
+def pass_on(to: str, timeout: float | None = UNSET_TIMEOUT, **metadata: str) -> Any:
     return farcall.worker(to).options(timeout=timeout, metadata=metadata).call(inside)
 
 

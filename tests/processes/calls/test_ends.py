@@ -22,7 +22,7 @@ def leave_in_the_middle(rank: int) -> None:
     futures = [
         farcall.rpc_async(to, Gate.wait, (f"never {rank}",), timeout=timeout)
         for to in ("w0", "w1")
-        for timeout in (0, PATIENCE_S)
+        for timeout in (None, PATIENCE_S)
     ]
     with_callbacks = [
         farcall.rpc_async(to, Gate.wait, (f"never {rank}",)).then(lambda done: done.wait()) for to in ("w0", "w1")
@@ -61,8 +61,8 @@ def outlive_a_peer(rank: int) -> str | None:
     if rank == 1:
         return None
     Gate.wait("w2 is up")
-    pending = farcall.rpc_async("w2", Gate.wait, ("never",), timeout=0)
-    with_callback = farcall.rpc_async("w2", Gate.wait, ("never",), timeout=0).then(lambda done: done.wait())
+    pending = farcall.rpc_async("w2", Gate.wait, ("never",), timeout=None)
+    with_callback = farcall.rpc_async("w2", Gate.wait, ("never",), timeout=None).then(lambda done: done.wait())
     farcall.rpc_sync("w0", Gate.open, ("w2 is called",))
     # No addresses and no numbers of errors: those are in the log, at the level of info.
     ended = r"w2 is gone: its process has ended \(its own output may say why\); "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def time_out(rank: int) -> None:
     with pytest.raises(TimeoutError):
         farcall.rpc_sync("w1", Gate.wait, ("default",))
     assert not unlimited.done()
-    farcall._set_rpc_timeout(0)
+    farcall._set_rpc_timeout(None)
     assert farcall.get_rpc_timeout() is None
     farcall.rpc_sync("w1", Gate.open, ("unlimited",))
     assert unlimited.wait() == "unlimited"
@@ -66,6 +67,47 @@ def time_out(rank: int) -> None:
         near.wait()
     farcall.rpc_sync("w1", Gate.open, ("far",))
     assert far.wait() == "far"
+
+
+def refuse(rank: int) -> None:
+    made = farcall.remote("w0", Gate)
+    here = farcall.RRef(1)
+    done = farcall.rpc_async("w1", whoami)
+    done.wait()
+    farcall.publish(f"of {rank}", {"x": torch.ones(1)})
+    subscription = farcall.subscribe(f"of {rank}")
+    shared = farcall.share(torch.ones(1), writable=True)
+    doors: list[Callable[[Any], object]] = [
+        lambda bad: farcall.rpc_sync("w1", whoami, timeout=bad),
+        lambda bad: farcall.rpc_sync("w1", whoami, timeout=bad, retry=farcall.Retry()),
+        lambda bad: farcall.rpc_async("w1", whoami, timeout=bad),
+        lambda bad: farcall.rpc_async("w1", whoami, timeout=bad, retry=farcall.Retry()),
+        lambda bad: farcall.remote("w1", whoami, timeout=bad),
+        lambda bad: farcall.remote("w1", whoami, timeout=bad, retry=farcall.Retry()),
+        lambda bad: made.to_here(bad),
+        lambda bad: here.to_here(bad),
+        lambda bad: made.rpc_sync(bad).open("it"),
+        lambda bad: made.rpc_async(bad).open("it"),
+        lambda bad: made.remote(bad).open("it"),
+        lambda bad: farcall.barrier(timeout=bad),
+        lambda bad: farcall.all_gather(1, timeout=bad),
+        lambda bad: done.wait(bad),
+        lambda bad: done.result(bad),
+        lambda bad: subscription.wait(timeout=bad),
+        lambda bad: shared.read_into(torch.ones(1), timeout=bad),
+        lambda bad: shared.write_from(torch.ones(1), timeout=bad),
+        lambda bad: farcall._set_rpc_timeout(bad),
+        lambda bad: farcall.shutdown(timeout=bad),
+    ]
+    for door in doors:
+        for bad in (0, 0.0, -1, -1.0):
+            with pytest.raises(ValueError, match="write timeout=None for no limit, or leave it out for the default"):
+                door(bad)
+    farcall.barrier()
+
+
+def test_0_and_negative_timeouts_are_refused() -> None:
+    run_cluster(2, refuse)
 
 
 def test_timeouts_per_call_default_and_none() -> None:
@@ -98,4 +140,4 @@ def answer_late(rank: int) -> None:
 
 
 def test_late_answers_are_dropped_and_their_memory_released() -> None:
-    run_cluster(2, answer_late, rpc_timeout=0)
+    run_cluster(2, answer_late, rpc_timeout=None)

@@ -135,7 +135,7 @@ def test_a_wait_for_a_value_of_ones_own_ends_with_the_node(tmp_path: Path) -> No
 
         def wait() -> None:
             try:
-                rref.to_here(timeout=0)
+                rref.to_here(timeout=None)
             except BaseException as error:
                 failed.append(error)
 

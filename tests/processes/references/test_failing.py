@@ -114,7 +114,7 @@ def time_out(rank: int) -> None:
         with pytest.raises(RpcTimeout):
             slow.to_here(timeout=0.05)
         farcall.rpc_sync(to, Gate.open, (f"slow at {to}",))
-        assert (slow.to_here() if to == "w1" else slow.to_here(timeout=0)) == f"slow at {to}"
+        assert (slow.to_here() if to == "w1" else slow.to_here(timeout=None)) == f"slow at {to}"
     del slow
     nothing_is_left(["w0", "w1", "w2"])
 

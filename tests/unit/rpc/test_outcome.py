@@ -8,8 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from tests.kit.times import LONG_S
+from tests.kit.waiting import wait_until
 
-from farcall.rpc.outcome import AT_ONCE, LoopGate
+from farcall.rpc.outcome import AT_ONCE, DerivedFuture, LoopGate
+from farcall.runtime.io.sigint import Gate
 
 PATIENCE_S = 60.0
 
@@ -88,3 +92,32 @@ def test_each_loop_of_a_thread_has_its_own_gates() -> None:
     gates[0].open()  # its loop is closed: nobody waits
     gates[0].open()
     asyncio.run(wait())
+
+
+def test_waits_that_were_in_vain_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    future: DerivedFuture[int] = DerivedFuture()
+    added: list[object] = []
+    monkeypatch.setattr(torch.futures.Future, "add_done_callback", lambda _, callback: added.append(callback))
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            future.wait(1e-6)
+    assert len(added) == 1
+    assert not future._gates
+
+
+def test_every_waiter_is_woken_also_after_one_waited_in_vain() -> None:
+    future: DerivedFuture[int] = DerivedFuture()
+    with pytest.raises(TimeoutError):
+        future.wait(1e-6)
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda: found.append(future.wait(LONG_S))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(future._gates) == 3)
+    future.set_result(7)
+    for thread in threads:
+        thread.join(LONG_S)
+    assert found == [7, 7, 7]
+    late = Gate()
+    future.when_done(late)
+    assert late.wait(LONG_S)

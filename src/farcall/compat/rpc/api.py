@@ -386,7 +386,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
                 failures.append(PeerDead(f"shutdown: {error}; shutdown(graceful=False) leaves without the dead"))
         agreed = True
     finally:
-        farcall_api.shutdown(agreed, timeout)
+        farcall_api.shutdown(agreed, timeout if timeout > 0 else None)
     if failures:
         raise failures[0]
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 from farcall.options import DEFAULT_INIT_METHOD as _INIT_METHOD
 from farcall.options import DEFAULT_NUM_WORKER_THREADS as _THREADS
 from farcall.options import DEFAULT_RPC_TIMEOUT_S
-from farcall.rpc.call import UNSET_TIMEOUT
+from farcall.rpc.timeouts import UNSET_TIMEOUT
 
 __all__: list[str] = []
 

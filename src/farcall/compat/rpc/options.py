@@ -171,7 +171,7 @@ def to_farcall(options: _TensorPipeRpcBackendOptionsBase, init_method: str) -> f
     if options._channels:
         _tell_once(f"_channels={options._channels} names channels of the old agent; farcall chooses by itself")
     return farcall_options.RpcBackendOptions(
-        rpc_timeout=options.rpc_timeout,
+        rpc_timeout=options.rpc_timeout or None,
         init_method=init_method,
         num_worker_threads=options.num_worker_threads,
         device_maps=options.device_maps,

@@ -4,7 +4,8 @@ Owns the worker threads and their task queue. Knows nothing of frames or links: 
 expected run time. A *brief* task is expected to take less than BRIEF_S.
 
 Thread rules
-- ``submit`` may be called from any thread and never blocks.
+- ``submit`` may be called from any thread and never blocks; also from a destructor that a garbage collection runs on a
+  thread which holds the lock.
 - A task that the I/O thread submits wakes a worker only just before that thread sleeps (``before_sleep``): a worker
   woken earlier would only wait for the interpreter.
 - Brief tasks run in turn, on no more workers than really compute in parallel: sixteen threads for sixteen small
@@ -38,6 +39,7 @@ from time import monotonic, process_time
 from typing import Protocol
 
 from farcall.runtime.calls.parallelism import Parallelism
+from farcall.runtime.io.reader import is_interrupted, reading
 from farcall.runtime.io.timers import NEVER, Callback, Timer
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -186,7 +188,10 @@ class Executor:
         self.tasks.append(task)
         if self._on_io_thread():
             return  # before_sleep wakes workers
-        if self._hunters < self._parallelism.most:
+        if reading.interrupted is not None and is_interrupted():
+            # This thread may hold the lock, or be half-way through what that guards: the I/O thread wakes a worker.
+            self._timer.at(monotonic() + TICK_S)
+        elif self._hunters < self._parallelism.most:
             self._rouse()
         elif self._timer.due == NEVER:  # else it is set, and keeps looking in as long as tasks wait
             self._timer.at(monotonic() + TICK_S)

@@ -10,6 +10,8 @@ the order in which they were made. A mailbox is a task of the executor: it runs 
     taken         ends, and the queue is empty           free
     taken         ends, and a request is first           its: the mailbox is submitted
     taken         ends, and another one is first         its: it is told
+    taken         an iterator's call is cancelled, or    taken, and its generator is closed in a later turn
+                  its time is over, and it still waits
 
 A plain method has the turn until it returns. A coroutine has one turn per step, so that other calls run while it
 awaits, and a generator one per item. The first step of a coroutine is part of its call's turn: no later call of the
@@ -20,15 +22,23 @@ before the thread that handed the turn over returns.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
+from contextvars import copy_context
+from functools import partial
+from time import monotonic
 from typing import Any
 
-from farcall.runtime.calls.executor import UNKNOWN_S, Task
+from farcall.errors import Cancelled, RpcTimeout
+from farcall.runtime.calls.executor import UNKNOWN_S, FunctionTask, Task
 from farcall.runtime.calls.scope import CURRENT, Served
 from farcall.runtime.io.sigint import Gate
+from farcall.runtime.io.timers import NEVER
+
+logger: logging.Logger = logging.getLogger("farcall")
 
 
 class _Place:
@@ -159,16 +169,21 @@ class Turns:
                 self._holder = place
         return _Steps(self, coroutine, place)
 
-    def items(self, source: Iterable[Any], waiting: Callable[[], AbstractContextManager[None]]) -> Iterator[Any]:
-        """The items of ``source``, each made in a turn. Every wait for a turn is inside the context ``waiting()``."""
+    def items(
+        self, source: Iterable[Any], waiting: Callable[[], AbstractContextManager[None]], gate: Gate
+    ) -> Iterator[Any]:
+        """The items of ``source``, each made in a turn. Every wait for a turn is inside the context ``waiting()``.
+
+        A wait ends with an error at the deadline of the call that is being served, or when that is cancelled: whoever
+        cancels it opens ``gate``, where it waits.
+        """
 
         def in_turn(step: Callable[[], Any]) -> Any:
-            gate = Gate()
             place = _Place(gate.open)
             self._want(place)
             try:
                 with waiting():
-                    gate.wait()
+                    self._wait(place, gate)
                 return step()
             finally:
                 self._withdraw(place)
@@ -178,10 +193,38 @@ class Turns:
         try:
             while (item := in_turn(lambda: next(iterator, end))) is not end:
                 yield item
-        except GeneratorExit:
-            if hasattr(iterator, "gi_frame"):
-                in_turn(iterator.close)  # type: ignore[attr-defined]
+        except BaseException:
+            if getattr(iterator, "gi_frame", None) is not None:  # a generator that has not ended
+                self._close(iterator)  # type: ignore[arg-type]
             raise
+
+    def _wait(self, place: _Place, gate: Gate) -> None:
+        """Wait until ``place`` has the turn."""
+        served = place.served
+        deadline = NEVER if served is None else served.deadline
+        while self._holder is not place:
+            if served is not None and served.cancelled:
+                raise Cancelled(f"{served.function_name}() was cancelled while it waited for its turn")
+            if not gate.wait(-1 if deadline == NEVER else max(0.0, deadline - monotonic())) and served is not None:
+                holder = self.holder
+                who = "the object is being made, or serves a batch"
+                if holder is not None:
+                    who = f"{holder.function_name}() for {holder.caller.name} has the object"
+                raise RpcTimeout(f"{served.function_name}() waited for its turn until the end of its time: {who}")
+
+    def _close(self, generator: Generator[Any, Any, Any]) -> None:
+        """Close ``generator`` in a turn, now or when that comes: nobody waits for it, so it needs no bound."""
+
+        def close() -> None:
+            try:
+                generator.close()
+            except BaseException as error:
+                logger.warning("cannot close the generator of a stream: %s: %s", type(error).__name__, error)
+
+        closing = partial(copy_context().run, close)
+        task = FunctionTask(closing, closing)
+        if self.enter(task):
+            self.run(False)
 
 
 class _Steps(Coroutine[Any, Any, Any]):

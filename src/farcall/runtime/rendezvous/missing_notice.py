@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 SPEAK_AFTER_S = 5.0
+_LAUNCHED = ("FARCALL_RESTARTS", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_NUM_TASKS")
+"""Variables of `farcall run --workers`, mpirun, mpiexec and srun; one without a store of its own leaves that to rank 0."""
+
+
+def _advice(size: int, launched: bool, environ: Mapping[str, str]) -> str:
+    if not launched and not any(name in environ for name in _LAUNCHED):
+        return f"On one machine, `farcall run --workers {max(1, size)} PROGRAM` starts them"
+    started = environ.get("WORLD_SIZE", "")
+    if started.isdecimal() and int(started) < size:
+        return f"What started this one has started {started}, and the program asks for {size}: make both the same"
+    return "What started this one should have: see what it says of the others"
 
 
 class MissingNotice:
@@ -19,11 +31,7 @@ class MissingNotice:
         self._place = place
         self._rank = rank
         self._deadline = deadline
-        if launched:
-            self._advice = "Are all workers started? What started this one should have: see what it says of the others"
-        else:
-            run = f"`farcall run --workers {max(1, size)} PROGRAM` starts them"
-            self._advice = f"Are all workers started? On one machine, {run}"
+        self._advice = f"Are all workers started? {_advice(size, launched, os.environ)}"
         self._size = size
         self._speak_at: float | None = time.monotonic() + SPEAK_AFTER_S
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
 
 import pytest
 from tests.kit.clock import Clock
+from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
 from farcall.runtime.calls.coroutines import CoroutineRunner
@@ -359,3 +363,38 @@ def test_an_interrupt_waits_until_a_worker_that_is_being_started_runs(
     interrupting.join(PATIENCE_S)
     assert not interrupting.is_alive()
     submitting.join(PATIENCE_S)
+
+
+def test_a_destructor_that_submits_may_interrupt_the_executor() -> None:
+    """A garbage collection under the lock ran a destructor that called its own node, and waited for its own lock."""
+    clock = Clock()
+    executor = Executor("test", 2, clock.timer)
+    executor.start()
+    first, second = Job(lambda: None), Job(lambda: None)
+
+    class Cyclic:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            executor.submit(second)
+
+    def make(thread: threading.Thread, **arguments: Any) -> None:
+        gc.collect()
+        plainly(thread, **arguments)
+
+    plainly = threading.Thread.__init__
+    # As if Python itself had begun the collection there: this module's code would count as the program's.
+    collecting = FunctionType(make.__code__, {"__name__": "threading", "gc": gc}, closure=make.__closure__)
+    gc.collect()
+    Cyclic()
+    caller = threading.Thread(target=executor.submit, args=(first,), daemon=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "__init__", collecting)
+        caller.start()
+        caller.join(LONG_S)
+    assert not caller.is_alive()
+    assert first.done.wait(PATIENCE_S)
+    assert clock.due < NEVER, "the I/O thread looks whether a worker takes it"
+    assert second.done.wait(PATIENCE_S)
+    assert executor.stop(PATIENCE_S) == []

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from tests.kit.times import LONG_S
+from tests.kit.waiting import wait_until
+
+from farcall.errors import Cancelled, RpcTimeout
 from farcall.runtime.calls.executor import UNKNOWN_S, Task
 from farcall.runtime.calls.scope import CURRENT
 from farcall.runtime.calls.turns import Turns
+from farcall.runtime.io.sigint import Gate
+from farcall.runtime.io.timers import NEVER
 
 
 class Call:
@@ -83,8 +92,7 @@ def test_requests_that_come_while_one_runs_wait() -> None:
 
 def test_the_holder_of_the_turn_is_known() -> None:
     turns, _, log = a_mailbox()
-    request: Any = SimpleNamespace()
-    request.served = request
+    request = a_request("count", NEVER)
     holders: list[object] = []
 
     def count() -> Any:
@@ -93,7 +101,7 @@ def test_the_holder_of_the_turn_is_known() -> None:
 
     outer = CURRENT.set(request)
     try:
-        items = turns.items(count(), nullcontext)
+        items = turns.items(count(), nullcontext, Gate())
         turns.begin()
         assert turns.holder is None
         assert list(items) == [1]
@@ -127,7 +135,7 @@ def test_an_iterator_has_a_turn_for_each_item() -> None:
         finally:
             log.append("closed")
 
-    items = turns.items(count(), nullcontext)
+    items = turns.items(count(), nullcontext, Gate())
     for number in range(3):
         assert next(items) == number
         run_all(submitted)
@@ -135,6 +143,76 @@ def test_an_iterator_has_a_turn_for_each_item() -> None:
     items.close()  # type: ignore[attr-defined]
     assert log[-1] == "closed"
     assert turns.enter(Call(log, "later"))
+
+
+def a_request(name: str, deadline: float) -> Any:
+    caller = SimpleNamespace(name="w7")
+    request = SimpleNamespace(function_name=name, caller=caller, deadline=deadline, cancelled=False)
+    request.served = request
+    return request
+
+
+def items_behind_another(request: Any, log: list[str]) -> tuple[Turns, Any, Gate]:
+    """A generator that has made one item for ``request``, while ``slow`` has the object."""
+    turns, _, _ = a_mailbox()
+    turns.begin()
+
+    def count() -> Any:
+        try:
+            yield 1
+            yield 2
+        finally:
+            log.append("closed")
+
+    outer = CURRENT.set(request)
+    gate = Gate()
+    items = turns.items(count(), nullcontext, gate)
+    assert next(items) == 1
+    slow: Any = Call(log, "slow")
+    slow.served = a_request("slow", NEVER)
+    assert turns.enter(slow)
+    CURRENT.reset(outer)
+    return turns, items, gate
+
+
+def test_an_iterator_waits_for_its_turn_until_its_calls_deadline() -> None:
+    log: list[str] = []
+    request = a_request("count", monotonic() - 1.0)
+    turns, items, _ = items_behind_another(request, log)
+    outer = CURRENT.set(request)
+    with pytest.raises(RpcTimeout, match=r"count\(\) waited for its turn .*: slow\(\) for w7 has the object"):
+        next(items)
+    CURRENT.reset(outer)
+    assert log == [], "the generator is closed in a turn"
+    turns.run(False)
+    turns.run(False)
+    assert log == ["slow", "closed"]
+    assert turns.enter(Call(log, "later"))
+
+
+def test_an_iterator_whose_call_is_cancelled_does_not_wait_for_its_turn() -> None:
+    log: list[str] = []
+    request = a_request("count", NEVER)
+    turns, items, gate = items_behind_another(request, log)
+    failures: list[BaseException] = []
+
+    def go_on() -> None:
+        CURRENT.set(request)
+        try:
+            next(items)
+        except Cancelled as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    wait_until(lambda: turns.waiting == 1)
+    request.cancelled = True
+    gate.open()
+    thread.join(LONG_S)
+    assert failures
+    turns.run(False)
+    turns.run(False)
+    assert log == ["slow", "closed"]
 
 
 async def _in_turns(seed: int) -> None:
