@@ -79,14 +79,10 @@ class Contexts:
         watch_replicas()  # not before the first context: most programs have neither contexts nor replicas
         self._watches_replicas = True
 
-    def current_or_none(self) -> Context | None:
-        """Return the context of this node that the thread is in, if any."""
-        context = RECORDING.get()
-        return context if isinstance(context, Context) and context.contexts is self else None
-
     def current(self) -> Context:
-        context = self.current_or_none()
-        if context is None:
+        """Return the context of this node that the thread is in."""
+        context = RECORDING.get()
+        if not isinstance(context, Context) or context.contexts is not self:
             raise RpcError("this thread is in no autograd context; use: with farcall.autograd.context() as context_id")
         return context
 

@@ -13,6 +13,7 @@ from tests.unit.autograd.cluster import Network
 
 from farcall.autograd.contexts import Contexts
 from farcall.autograd.passes import Event, LocalPass, Message
+from farcall.errors import RpcError
 
 GIVE_UP_S = 30.0
 
@@ -93,7 +94,8 @@ def test_threads_do_not_disturb_each_other(network: Network) -> None:
             torch.testing.assert_close(origin.get_gradients(context.id)[mine], wanted)
             for peer in network.workers:
                 peer.release(context.id)
-            assert origin.current_or_none() is None
+            with pytest.raises(RpcError, match="no autograd context"):
+                origin.current()
 
     with ThreadPoolExecutor(9) as trainers:
         for outcome in [trainers.submit(train, number) for number in range(9)]:
