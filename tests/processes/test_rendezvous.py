@@ -65,7 +65,7 @@ def start() -> Iterator[Callable[..., Future[Membership]]]:
     with ThreadPoolExecutor(16) as pool:
 
         def start_join(name: str, rank: int, size: int, url: str, timeout_s: float = LONG_S) -> Future[Membership]:
-            options = RpcBackendOptions(0, url, start_timeout_s=timeout_s)
+            options = RpcBackendOptions(None, url, start_timeout_s=timeout_s)
             return pool.submit(join, name, rank, size, options, ["tcp://127.0.0.1:1"])
 
         yield start_join
@@ -179,7 +179,7 @@ from farcall.runtime.rendezvous.static import join
 from farcall.runtime.rendezvous.meeting_place import find_meeting_place
 rank = int(os.environ["RANK"]); size = int(os.environ["WORLD_SIZE"])
 def meet(name=None):
-    options = RpcBackendOptions(0, start_timeout_s=100)
+    options = RpcBackendOptions(None, start_timeout_s=100)
     place = find_meeting_place(-1, None, options.init_method)
     return join(place, Member(name or f"w{rank}", place.rank, os.getpid()), options)
 def begin():

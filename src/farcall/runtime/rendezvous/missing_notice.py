@@ -11,7 +11,7 @@ logger: logging.Logger = logging.getLogger("farcall")
 
 SPEAK_AFTER_S = 5.0
 _LAUNCHED = ("FARCALL_RESTARTS", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_NUM_TASKS")
-"""Variables of `farcall run --workers`, mpirun, mpiexec and srun; one without a store of its own leaves that to rank 0."""
+"""Variables of `farcall run --workers`, mpirun, mpiexec and srun."""
 
 
 def _advice(size: int, launched: bool, environ: Mapping[str, str]) -> str:

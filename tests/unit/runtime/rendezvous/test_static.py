@@ -67,7 +67,7 @@ def start() -> Iterator[Callable[..., Future[Membership]]]:
         def start_join(
             name: str, rank: int, world_size: int, timeout_s: float = LONG_S, **more: Any
         ) -> Future[Membership]:
-            options = RpcBackendOptions(0, PLACE, start_timeout_s=timeout_s, **more)
+            options = RpcBackendOptions(None, PLACE, start_timeout_s=timeout_s, **more)
             return pool.submit(join, name, rank, world_size, options, [f"tcp://127.0.0.1:{rank + 1}"], "token")
 
         yield start_join
@@ -535,7 +535,7 @@ def test_who_waits_writes_nothing_while_no_rank_is_contested(
     assert not counted.questions["add 0"]
     monkeypatch.setattr(meeting, "open_store", lambda *_: store)
     with pytest.raises(BadRank):
-        join("w0again", 0, 2, RpcBackendOptions(0, PLACE, start_timeout_s=LONG_S), [])
+        join("w0again", 0, 2, RpcBackendOptions(None, PLACE, start_timeout_s=LONG_S), [])
     assert counted.questions["add 0"]
     joined([first, start("w1", 1, 2, LONG_S)])
 
@@ -561,7 +561,7 @@ def test_in_a_crowd_only_rank_0_looks_at_all_slots(
 
 def test_members_of_a_crowd_look_at_the_store_as_often_as_a_few_would() -> None:
     def waits(rank: int, size: int) -> tuple[float, float]:
-        options = RpcBackendOptions(0, PLACE)
+        options = RpcBackendOptions(None, PLACE)
         place = find_meeting_place(rank, size, PLACE)
         one = meeting.StaticRendezvous(place, Member("w", rank, 1, ("tcp://127.0.0.1:1",)), options)
         pauses = one._pauses()
