@@ -27,7 +27,7 @@ from farcall.rpc.functions import Awaited
 from farcall.rpc.future import Future, call_async
 from farcall.rpc.references import NodeReferences, call_remote
 from farcall.rpc.rref import RRef
-from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout, check_wait
+from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.membership.events import MemberEvent
 from farcall.runtime.node import current_runtime as current_runtime
 from farcall.runtime.node import runtime_of
@@ -118,7 +118,7 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
     if slot.runtime is None and slot.was_filled:
         return
     if timeout is not None:
-        check_wait(timeout)
+        check_timeout(timeout)
     runtime = current_runtime()
     try:
         leave(runtime, graceful, timeout, checks_leaks=not _ignore_rref_leak)

@@ -31,7 +31,7 @@ from farcall.rpc.functions import Awaited
 from farcall.rpc.future import Future, call_async
 from farcall.rpc.references import NodeReferences, call_remote
 from farcall.rpc.rref import RRef
-from farcall.rpc.timeouts import UNSET_TIMEOUT, check_wait
+from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.membership.events import MemberEvent
 from farcall.runtime.node import Runtime, start_runtime
@@ -391,7 +391,7 @@ def _start_engine(runtime: Runtime) -> None:
 
 def leave(runtime: Runtime, graceful: bool, timeout: float | None, checks_leaks: bool) -> None:
     """Have the node leave its cluster; with ``checks_leaks``, raise if references were held to the last."""
-    timeout_s = 0.0 if timeout is None else check_wait(timeout)
+    timeout_s = 0.0 if timeout is None else check_timeout(timeout)
     if not runtime.running:
         runtime.shutdown(graceful, timeout_s)  # waits for an expelled node, which ends by itself
         return

@@ -3,9 +3,10 @@
     left out            the default of the node, or of the function that is called
     None                no limit, not even that of the call being served
     a number above 0    so many seconds
+    0                   of a wait for a future or a version: do not wait, as everywhere in Python; of a call: an error
     anything else       an error
 
-0 is refused since programs mean two things by it: "do not wait", and, in ``torch.distributed.rpc``, "no limit".
+A call refuses 0 since programs mean two things by it: "do not wait", and, in ``torch.distributed.rpc``, "no limit".
 Programs for that keep its numbers, 0 and -1 ("the default"): `farcall.compat` sets `torchs_numbers`, and TorchScript's
 operators call `from_torch`.
 """
@@ -43,18 +44,22 @@ def check_timeout(seconds: float | None) -> float:
     """
     if torchs_numbers and seconds in (0, -1):
         return _of_torch(seconds)
-    return check_wait(seconds)
+    return _checked(seconds, "more than 0", seconds != 0)
 
 
 def check_wait(seconds: float | None) -> float:
-    """Return the bound of a wait that torch does not know, checked; NEVER for None."""
+    """Return the bound of a wait in this process, checked; NEVER for None."""
+    return _checked(seconds, "at least 0", True)
+
+
+def _checked(seconds: float | None, wanted: str, is_wanted: bool) -> float:
     if seconds is None:
         return NEVER
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(f"timeout must be a number of seconds, not {type(seconds).__name__}")
-    if not seconds > 0:
+    if not seconds >= 0 or not is_wanted:
         raise ValueError(
-            f"timeout must be more than 0 seconds, not {seconds!r}: write timeout=None for no limit, or leave it out "
+            f"timeout must be {wanted} seconds, not {seconds!r}: write timeout=None for no limit, or leave it out "
             "for the default"
         )
     return seconds if seconds < LONGEST_S else NEVER

@@ -91,18 +91,23 @@ def refuse(rank: int) -> None:
         lambda bad: made.remote(bad).open("it"),
         lambda bad: farcall.barrier(timeout=bad),
         lambda bad: farcall.all_gather(1, timeout=bad),
-        lambda bad: done.wait(bad),
-        lambda bad: done.result(bad),
-        lambda bad: subscription.wait(timeout=bad),
         lambda bad: shared.read_into(torch.ones(1), timeout=bad),
         lambda bad: shared.write_from(torch.ones(1), timeout=bad),
         lambda bad: farcall._set_rpc_timeout(bad),
         lambda bad: farcall.shutdown(timeout=bad),
     ]
-    for door in doors:
-        for bad in (0, 0.0, -1, -1.0):
+    waits: list[Callable[[Any], object]] = [
+        lambda bad: done.wait(bad),
+        lambda bad: done.result(bad),
+        lambda bad: subscription.wait(timeout=bad),
+    ]
+    for door in doors + waits:
+        for bad in (-1, -1.0) if door in waits else (0, 0.0, -1, -1.0):
             with pytest.raises(ValueError, match="write timeout=None for no limit, or leave it out for the default"):
                 door(bad)
+    assert done.result(timeout=0) == done.wait(0)
+    with pytest.raises(RpcTimeout):
+        subscription.wait(timeout=0)
     farcall.barrier()
 
 

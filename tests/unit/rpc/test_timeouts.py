@@ -16,8 +16,6 @@ from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout, check_wait, from_
 from farcall.runtime.io.timers import NEVER
 
 BAD: list[tuple[Any, type[Exception], str]] = [
-    (0, ValueError, "more than 0 seconds, not 0: write timeout=None for no limit, or leave it out for the default"),
-    (0.0, ValueError, "not 0.0: write timeout=None"),
     (-1, ValueError, "not -1: write timeout=None"),
     (-1.0, ValueError, "leave it out for the default"),
     (float("nan"), ValueError, "not nan"),
@@ -31,6 +29,20 @@ BAD: list[tuple[Any, type[Exception], str]] = [
 def test_only_numbers_above_0_are_timeouts(check: Any, given: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         check(given)
+
+
+def test_a_wait_may_be_none_at_all_and_a_call_not() -> None:
+    assert check_wait(0) == 0
+    for zero in (0, 0.0):
+        with pytest.raises(ValueError, match=f"more than 0 seconds, not {zero}: write timeout=None for no limit, or"):
+            check_timeout(zero)
+    done: DerivedFuture[int] = DerivedFuture()
+    with pytest.raises(TimeoutError):
+        done.result(timeout=0)
+    with pytest.raises(TimeoutError):
+        next(farcall.as_completed([done], timeout=0))
+    done.set_result(1)
+    assert done.result(timeout=0) == done.wait(0) == 1
 
 
 @pytest.mark.parametrize("check", [check_timeout, check_wait])
@@ -54,8 +66,6 @@ def test_torchs_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_timeout(0) == 0.0
     with pytest.raises(ValueError, match="not -2"):
         check_timeout(-2)
-    with pytest.raises(ValueError, match="not 0"):
-        check_wait(0)  # torch has no such wait
 
 
 def test_installing_compat_brings_torchs_numbers() -> None:
@@ -69,13 +79,16 @@ def test_installing_compat_brings_torchs_numbers() -> None:
 def test_doors_that_need_no_node(bad: float) -> None:
     done: DerivedFuture[int] = DerivedFuture()
     done.set_result(1)
-    doors = [
-        lambda: farcall.worker("ps").options(timeout=bad),
-        lambda: farcall.map(len, [], workers=["ps"], timeout=bad),
+    waits = [
         lambda: farcall.as_completed([], timeout=bad),
         lambda: farcall.gather().result(timeout=bad),
         lambda: done.wait(bad),
         lambda: done.exception(bad),
+    ]
+    doors = [
+        *(waits if bad else ()),
+        lambda: farcall.worker("ps").options(timeout=bad),
+        lambda: farcall.map(len, [], workers=["ps"], timeout=bad),
         lambda: farcall.launch(1, start_timeout=bad),
         lambda: farcall.RpcBackendOptions(rpc_timeout=bad),
         lambda: some_seconds("start_timeout_s", bad),
