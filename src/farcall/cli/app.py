@@ -34,6 +34,9 @@ _START = "Start a program"
 _LOOK = "Look at a running cluster"
 _MACHINE = "Prepare and check machines"
 
+_NUMBER_ELSEWHERE = frozenset(("-n", "-np", "--np", "--ntasks", "--num-workers", "--nproc", "--nproc-per-node"))
+"""The names that torchrun, mpirun and srun give to ``--workers``."""
+
 
 def _console() -> Console:
     # A file or a pipe has no width: tables need not be squeezed into 80 columns there.
@@ -119,6 +122,8 @@ def run(
     if script.startswith("-") and script != "-m":  # the parser passes options that it does not know, for -m
         known = [name for parameter in context.command.params for name in parameter.opts if name[:2] == "--"]
         near = get_close_matches(script, known, 1) or [name for name in known if name.startswith(f"-{script}")]
+        if script.replace("_", "-").partition("=")[0] in _NUMBER_ELSEWHERE:
+            near = ["--workers"]
         context.fail(f"No such option: {script}" + "".join(f" (did you mean {name}?)" for name in near[:1]))
     if on == "local" and not is_program(program):
         context.fail(f"{script} is no program: name a file, or -m and a module")

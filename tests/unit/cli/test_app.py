@@ -19,6 +19,8 @@ def test_options_that_need_workers(option: str) -> None:
     ("arguments", "told"),
     [
         (["-w", "2", "program.py"], "No such option: -w (did you mean --workers?)"),
+        (["-n", "2", "program.py"], "No such option: -n (did you mean --workers?)"),
+        (["--nproc_per_node=2", "program.py"], "No such option: --nproc_per_node=2 (did you mean --workers?)"),
         (["--workers", "2", "--restrat=3", "program.py"], "No such option: --restrat=3 (did you mean --restart?)"),
         (["-z", "program.py"], "No such option: -z"),
         (["demo"], "demo is no program: name a file, or -m and a module"),  # nor is it the command of that name
