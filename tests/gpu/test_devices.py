@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from contextlib import ExitStack
 from typing import Any
@@ -80,6 +81,13 @@ def test_over_tcp() -> None:
     run_cluster(2, all_kinds, False, memory=MemoryOptions(device_sharing=False), transports=["tcp"], **MAPS)
 
 
+called = threading.Event()
+
+
+def note_called() -> None:
+    called.set()
+
+
 def newcomer(rank: int, url: str) -> None:
     options = farcall.RpcBackendOptions(init_method=url, device_maps={"w0": {0: 0}, "w1": {0: 0}})
     with farcall.Node(f"w{rank}", rank, options=options) as node:
@@ -88,6 +96,8 @@ def newcomer(rank: int, url: str) -> None:
         for size in (10, MEBIBYTE):
             (back,) = node.rpc_sync(other, echo, (torch.full((size,), rank, device=CUDA),))
             assert (back == rank).all()
+        node.rpc_sync(other, note_called)
+        assert called.wait(60.0), "a group without a fixed size lets its members go: the other one would call nobody"
 
 
 def test_members_that_join_bring_their_maps() -> None:
