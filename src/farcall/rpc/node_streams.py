@@ -160,7 +160,7 @@ class Streams:
             """Write all items of ``source``, in the context of the code that made the stream."""
             writer.begin()
             try:
-                error = context.run(pump, writer, source)
+                error = context.run(pump, writer.put, source)
                 if not isinstance(error, Closed):
                     writer.finish(None if error is None else encode_failure(error, self.node.info))
             except RpcError:
