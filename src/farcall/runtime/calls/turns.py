@@ -65,7 +65,10 @@ class Turns:
     def __init__(self, submit: Callable[[Task], None]) -> None:
         """``submit`` has a worker run a task. The turn is taken until `begin`: the object may not be made yet."""
         self._submit = submit
-        self._lock = threading.Lock()
+        # Re-entrant: a garbage collection under it may run a destructor that calls the object or closes a generator.
+        # Under the lock, no call comes between the look at an empty queue, or at a free turn, and the change that
+        # follows: no collection begins there. While one is taken from the queue the turn counts as taken.
+        self._lock = threading.RLock()
         self._holder: object = self
         self._waiting: deque[Task | _Place] = deque()
         self._next: Task | None = None
@@ -156,9 +159,11 @@ class Turns:
     def _withdraw(self, place: _Place) -> None:
         """Remove ``place`` from the queue, or end its turn."""
         with self._lock:
-            if place in self._waiting:
+            try:
                 self._waiting.remove(place)
                 return
+            except ValueError:
+                pass  # it has the turn, or had it
         self._leave(place)
 
     def steps(self, coroutine: Coroutine[Any, Any, Any], *, within: bool) -> Coroutine[Any, Any, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from time import monotonic
@@ -12,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.kit.times import LONG_S
+from tests.kit.times import AT_ONCE_S, LONG_S
 from tests.kit.waiting import wait_until
 
 from farcall.errors import Cancelled, RpcTimeout
@@ -215,6 +217,54 @@ def test_the_outcome_of_a_coroutine_is_taken_in_its_last_turn(end: str) -> None:
     asyncio.run(asyncio.wait_for(play(), LONG_S))
     error = {"fails": ValueError, "is cancelled": asyncio.CancelledError, "never begins": asyncio.CancelledError}
     assert outcomes == [error.get(end, "value")]
+
+
+class Collecting(deque[Any]):
+    """A queue at whose every change a garbage collection begins, amid the mailbox's own code."""
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        gc.collect()
+
+    def popleft(self) -> Any:
+        found = super().popleft()
+        gc.collect()
+        return found
+
+
+class Caller:
+    """Only a garbage collection ends it; then it calls."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.itself = self
+        self.call = call
+
+    def __del__(self) -> None:
+        self.call()
+
+
+def test_a_destructor_may_call_the_object_while_its_thread_changes_the_mailbox() -> None:
+    turns, submitted, log = a_mailbox()
+    turns._waiting = Collecting()
+
+    def call(name: str) -> None:
+        if turns.enter(Call(log, name)):
+            submitted.append(turns)
+
+    def play() -> None:
+        Caller(lambda: call("from the append"))
+        call("a")
+        Caller(lambda: call("from the popleft"))
+        turns.begin()
+        run_all(submitted)
+        call("last")
+        run_all(submitted)
+
+    thread = threading.Thread(target=play, daemon=True)
+    thread.start()
+    thread.join(AT_ONCE_S)
+    assert not thread.is_alive(), "it waits for its own lock"
+    assert log == ["a", "from the append", "from the popleft", "last"]
 
 
 def a_request(name: str, deadline: float) -> Any:
