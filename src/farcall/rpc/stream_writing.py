@@ -269,21 +269,27 @@ class Writer:
             self._put_out()
 
     def _put_out(self) -> None:
-        """Queue one letter of all segments; the next letter or a flush sends it. The caller holds the lock."""
-        segments, self._segments = self._segments, []
-        self._waiting_bytes = 0
+        """Queue one letter of all segments; the next letter or a flush sends it. The caller holds the lock.
+
+        Without the memory for the letter, the segments stay: a later flush sends them.
+        """
+        segments = self._segments
         frame = segments[0].frame
         if len(segments) > 1:
             payload = b"".join([segment.frame.payload for segment in segments])
             buffers = [buffer for segment in segments for buffer in segment.frame.buffers]
             frame = Frame(LETTER, payload=payload, buffers=buffers)
         counts = []
-        first = self._flushed
+        items = 0
         for segment in segments:
             counts.append((segment.items, len(segment.frame.payload), len(segment.frame.buffers)))
-            self._flushed += segment.items
-        self._streams.items_written += self._flushed - first
-        frame.call_id, frame.function = STREAMS, encode_part(Part(self.number, self._outgoing, first, counts))
+            items += segment.items
+        part = encode_part(Part(self.number, self._outgoing, self._flushed, counts))
+        frame.call_id, frame.function = STREAMS, part
+        self._segments = []
+        self._waiting_bytes = 0
+        self._flushed += items
+        self._streams.items_written += items
         if frame.forks:
             write_notes(frame)
         try:
