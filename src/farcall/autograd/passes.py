@@ -213,9 +213,19 @@ class LocalPass:
 
     def run(self) -> None:
         """Elsewhere, as the holder of ``working``: handle the inbox, and release the lock."""
+        has_failed = False
         while True:
             self._handle(None)
-            self.flush()
+            try:
+                self.flush()
+            except BaseException as error:
+                # There is no memory for a message, perhaps. Its receiver would wait for it, so the pass fails.
+                if not has_failed:
+                    has_failed = True
+                    self.inbox.put((PartFailed(_reason(error)), -1))
+                    continue
+                self.working.release()  # for what may still come: the origin's abort, or that it is lost
+                raise
             self.working.release()
             # Race: an event that came before the release found the lock taken, so nobody claimed it. Look again.
             if self.inbox.empty() or not self.working.acquire(False):
@@ -253,7 +263,7 @@ class LocalPass:
                     self._finish(graph)
         except BaseException as error:
             self._graph = None
-            self._apply(self.machine.handle(PartFailed(str(error) or type(error).__name__), 0.0))
+            self._apply(self.machine.handle(PartFailed(_reason(error)), 0.0))
             if self.failure is not None:
                 self.failure.__cause__ = error
 
@@ -299,16 +309,23 @@ class LocalPass:
         return message
 
     def flush(self, awaited: LocalPass | None = None) -> None:
-        """As the holder of ``working``: send the outbox. ``awaited``, only with one other peer: see `Port.send`."""
-        outbox, self._outbox = self._outbox, {}
+        """As the holder of ``working``: send the outbox. ``awaited``, only with one other peer: see `Port.send`.
+
+        An error that is not farcall's leaves the messages for the workers that come after in the outbox.
+        """
+        outbox = self._outbox
         own = outbox.pop(self.machine.me, None)
         if own is not None:
             self._port.send(self.machine.me, own)  # first: it may start the very part that is awaited
-        for worker_id, messages in outbox.items():
+        for worker_id in list(outbox):
             try:
-                self._port.send(worker_id, messages, awaited)
+                self._port.send(worker_id, outbox.pop(worker_id), awaited)
             except RpcError as error:
                 self.inbox.put((WorkerLost(worker_id, str(error)), worker_id))
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def _leave_mark(name: str) -> None:

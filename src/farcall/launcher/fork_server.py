@@ -29,7 +29,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from farcall.launcher.engine import EngineError
-from farcall.launcher.worker import hold_lifeline
+from farcall.launcher.worker import INTERRUPTED, hold_lifeline
 from farcall.transport.descriptors import close_in_children
 
 START_S = 120.0
@@ -157,6 +157,8 @@ def _become_worker(questions: socket.socket, stdin: int, stdout: int) -> NoRetur
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
     finally:

@@ -5,7 +5,8 @@
     3  its place       environment, working directory, ``sys.path``
     4  its work        joins the driver's group and serves until the driver ends it or is gone; or runs a program
 
-A start that fails writes its traceback to stderr, for the driver to raise, and ends with `START_FAILED`.
+A start that fails writes its traceback to stderr, for the driver to raise, and ends with `START_FAILED`. Ctrl-C
+ends it silently.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from farcall.options import RpcBackendOptions
 DRIVER = "driver"
 """The name of the member that launched the others."""
 START_FAILED = 82
+INTERRUPTED = 130
+"""The exit code of a worker that Ctrl-C ended, as shells tell it."""
 END_S = 2.0
 """How long a worker that was told to end waits for its calls."""
 LOOK_S = 5.0
@@ -165,8 +168,13 @@ def _look_for_driver(event: object) -> None:
 
 def main() -> None:
     """The entry point."""
+    import signal
     import traceback
 
+    at_interrupt = signal.getsignal(signal.SIGINT)
+    if at_interrupt is signal.default_int_handler:  # not where SIGINT is ignored
+        # Until torch is loaded, Ctrl-C just ends the process: as in `run_program`.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     spec = read_spec()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -176,9 +184,15 @@ def main() -> None:
         if spec.program:
             from farcall.compat.program import run_program
 
+            signal.signal(signal.SIGINT, at_interrupt)
             run_program(spec.program)
             return
+        import farcall.api  # noqa: F401  # and torch
+
+        signal.signal(signal.SIGINT, at_interrupt)
         serve(spec)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)  # where it was is of no interest: the driver's traceback tells of the program
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()

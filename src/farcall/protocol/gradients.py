@@ -295,6 +295,7 @@ PARTICIPANT: Final[Table] = {
     (_WAITING, PartFailed): (_WAITING, BackwardPass._tell_origin),
     (_WAITING, PassFailed): (_WAITING, BackwardPass._tell_origin),
     (_WAITING, AbortPass): (_FAILED, BackwardPass._give_up),
+    (_DONE, PartFailed): (_DONE, BackwardPass._tell_origin),  # what it had to tell, "done" perhaps, could not be sent
 }
 
 # --- readiness of the local graph -------------------------------------------------------------------------

@@ -29,6 +29,7 @@ import msgspec
 
 from farcall.errors import Cancelled, RpcError
 from farcall.rpc.outcome import copied
+from farcall.runtime.calls.coroutines import Concluded
 from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.calls.serving import Request
 from farcall.runtime.calls.turns import Turns
@@ -219,9 +220,11 @@ class Queue:
             if self._rules.is_async:
                 if profile is not None:
                     results = profile.steps(results)
+                done: Callable[[Any], None] = functools.partial(self._on_task, items)
                 if self.turns is not None:
-                    results = self.turns.steps(results, within=True)
-                self._node.server.coroutines.run(results, functools.partial(self._on_task, items))
+                    concluded = Concluded(results, done)  # the results are encoded in the batch's last turn
+                    results, done = self.turns.steps(concluded, within=True), concluded.on_task
+                self._node.server.coroutines.run(results, done)
                 return
             results = self._rules.check(results, len(items))
         except BaseException as error:

@@ -32,6 +32,8 @@ from farcall.serialize import Encoding, WithCall, discard, encode_failure
 
 logger: logging.Logger = logging.getLogger("farcall")
 
+RETRY_S = 1.0
+"""When a flush that failed is repeated."""
 UNREAD_S = 1.0
 """How often a node looks for outgoing streams whose calls ended unread."""
 
@@ -160,7 +162,7 @@ class Streams:
             """Write all items of ``source``, in the context of the code that made the stream."""
             writer.begin()
             try:
-                error = context.run(pump, writer, source)
+                error = context.run(pump, writer.put, source)
                 if not isinstance(error, Closed):
                     writer.finish(None if error is None else encode_failure(error, self.node.info))
             except RpcError:
@@ -218,13 +220,22 @@ class Streams:
         try:
             for _ in range(len(self._to_flush)):
                 writer = self._to_flush.pop()
-                if not writer.flush_nowait():
-                    again.append(writer)
+                try:
+                    if not writer.flush_nowait():
+                        again.append(writer)
+                except Exception:
+                    # There is no memory for its items, perhaps; and its next item, which would send them, may not come.
+                    logger.exception("the items of a stream cannot be sent yet; the next attempt is in %s s", RETRY_S)
+                    self.node.timer(partial(self._flush_again, writer)).at(now + RETRY_S)
         finally:
             self._to_flush.update(again)
         # Run once more, even with nothing to flush: otherwise each next item of a quick stream would wake this thread
         # only to set the timer.
         return now + HOLD_S
+
+    def _flush_again(self, writer: Writer, now: float) -> float:
+        self.flush_later(writer)
+        return NEVER
 
     def close_later(self, reader: Reader) -> None:
         """Have the I/O thread close ``reader``, whose `Stream` was dropped. For destructors: takes no lock."""

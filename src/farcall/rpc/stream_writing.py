@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterable, Coroutine, Iterable
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable
 from functools import partial
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
@@ -27,6 +27,7 @@ from farcall.protocol.frames import LARGE_BYTES, LETTER, REQUEST, RESPONSE, Fram
 from farcall.protocol.notes import write_notes
 from farcall.protocol.streams import WINDOW_BYTES, WINDOW_ITEMS, Part, WriterMachine, encode_part
 from farcall.rpc.outcome import LoopGate, Opens
+from farcall.runtime.calls.coroutines import Concluded
 from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.pending import Waiting
 from farcall.runtime.calls.scope import CURRENT, Dependents
@@ -71,6 +72,9 @@ class _Segment(msgspec.Struct):
     """Is it a letter of its own?"""
     copied: bool
     """Are its buffers copies, which nobody changes?"""
+
+
+_Unsent: TypeAlias = tuple[Any, _Segment | None]
 
 
 class Writer:
@@ -132,10 +136,28 @@ class Writer:
 
     def put(self, item: Any) -> None:
         """Send ``item`` soon; wait while the reader grants no credit. Raise `Closed` if the stream is closed."""
+        self.put_rest(self.put_nowait(item))
+
+    def put_nowait(self, item: Any) -> _Unsent | None:
+        """Like `put`, but return the item if the reader grants no credit: pickled, nothing changes it any more."""
         segment = self._segment(item)
         try:
-            while self._must_wait():
+            if self._must_wait():
                 _keep(segment)
+                return item, segment
+        except BaseException:
+            _withdraw(segment)
+            raise
+        self._add(item, segment)
+        return None
+
+    def put_rest(self, unsent: _Unsent | None) -> None:
+        """Do what `put_nowait` has left to do: wait for credit, and send the item."""
+        if unsent is None:
+            return
+        item, segment = unsent
+        try:
+            while self._must_wait():
                 gate = Gate()
                 if self._waits_at(gate):
                     with self.waiting():
@@ -269,21 +291,27 @@ class Writer:
             self._put_out()
 
     def _put_out(self) -> None:
-        """Queue one letter of all segments; the next letter or a flush sends it. The caller holds the lock."""
-        segments, self._segments = self._segments, []
-        self._waiting_bytes = 0
+        """Queue one letter of all segments; the next letter or a flush sends it. The caller holds the lock.
+
+        Without the memory for the letter, the segments stay: a later flush sends them.
+        """
+        segments = self._segments
         frame = segments[0].frame
         if len(segments) > 1:
             payload = b"".join([segment.frame.payload for segment in segments])
             buffers = [buffer for segment in segments for buffer in segment.frame.buffers]
             frame = Frame(LETTER, payload=payload, buffers=buffers)
         counts = []
-        first = self._flushed
+        items = 0
         for segment in segments:
             counts.append((segment.items, len(segment.frame.payload), len(segment.frame.buffers)))
-            self._flushed += segment.items
-        self._streams.items_written += self._flushed - first
-        frame.call_id, frame.function = STREAMS, encode_part(Part(self.number, self._outgoing, first, counts))
+            items += segment.items
+        part = encode_part(Part(self.number, self._outgoing, self._flushed, counts))
+        frame.call_id, frame.function = STREAMS, part
+        self._segments = []
+        self._waiting_bytes = 0
+        self._flushed += items
+        self._streams.items_written += items
         if frame.forks:
             write_notes(frame)
         try:
@@ -333,7 +361,7 @@ class StreamRequest(Request):
         turns = self.frame.turns
         if isinstance(source, Iterable):
             if turns is not None:
-                source = turns.items(source, self.writer.waiting, self._turn_comes)
+                source = turns.items(source, self.writer.put_nowait, self.writer.waiting, self._turn_comes)
             self.server.submit(FunctionTask(partial(self._pump, source), self.drop))
         elif isinstance(source, AsyncIterable):
             self.deferred = True
@@ -342,9 +370,11 @@ class StreamRequest(Request):
                 writing: Coroutine[Any, Any, None] = _go_through(self.writer, source)
                 if self.profile is not None:
                     writing = self.profile.steps(writing)
+                done: Callable[[Any], None] = self._on_written
                 if turns is not None:
-                    writing = turns.steps(writing, within=False)
-                cancel = self.server.coroutines.run(writing, self._on_written)
+                    concluded = Concluded(writing, done)  # an error may carry what the next call changes
+                    writing, done = turns.steps(concluded, within=False), concluded.on_task
+                cancel = self.server.coroutines.run(writing, done)
             except RuntimeError as error:  # no thread can be started for the event loop, or the node ends
                 self.fail(error)
                 return
@@ -363,8 +393,9 @@ class StreamRequest(Request):
         """On a worker: write the items of ``source``."""
         self.thread_id: int = threading.get_ident()
         outer = CURRENT.set(self)
+        put = self.writer.put if self.frame.turns is None else self.writer.put_rest
         try:
-            arguments = (self.writer, source)
+            arguments = (put, source)
             error = pump(*arguments) if self.profile is None else self.profile.run(pump, arguments)
         finally:
             CURRENT.reset(outer)
@@ -373,7 +404,12 @@ class StreamRequest(Request):
     def _on_written(self, task: Any) -> None:
         # A task can be cancelled although the request is not: from within, or because the loop ends. Then the stream
         # is incomplete, and must end with an error.
-        self.end(asyncio.CancelledError() if task.cancelled() else task.exception())
+        error: BaseException | None = None
+        try:
+            task.result()
+        except BaseException as raised:
+            error = raised
+        self.end(error)
 
     def end(self, error: BaseException | None) -> None:
         """All items were put, or ``error`` ended the iteration."""
@@ -400,12 +436,12 @@ async def _go_through(writer: Writer, source: AsyncIterable[Any]) -> None:
             await close()
 
 
-def pump(writer: Writer, source: Iterable[Any]) -> BaseException | None:
-    """Put all items of ``source``; return the error that ended the iteration, if one did."""
+def pump(put: Callable[[Any], None], source: Iterable[Any]) -> BaseException | None:
+    """``put`` all items of ``source``; return the error that ended the iteration, if one did."""
     error: BaseException | None = None
     try:
         for item in source:
-            writer.put(item)
+            put(item)
     except BaseException as raised:
         error = raised
     close = getattr(source, "close", None)

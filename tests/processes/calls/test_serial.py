@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from time import sleep
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ from farcall.errors import RpcError, RpcTimeout
 from farcall.observe import answering
 from farcall.observe.troubles import Trouble, find_troubles
 from farcall.options import MemoryOptions
-from farcall.runtime.calls import pending
+from farcall.protocol.streams import WINDOW_BYTES
+from farcall.rpc import stream_writing
+from farcall.runtime.calls import pending, serving
 
 made: list[Actor] = []
 gate = threading.Event()
@@ -296,17 +300,61 @@ def test_handles_say_that_they_make_serial_objects() -> None:
     assert handle.options(timeout=2.0) == farcall.worker("w1").options(timeout=2.0, serial=True)
 
 
+class Values(RuntimeError):
+    """An error that carries what the next call changes."""
+
+
 class State:
-    """Returns the tensor that its next call changes."""
+    """Returns the tensor that its next call changes, and how often it has been changed."""
 
     def __init__(self) -> None:
         self.values = torch.zeros(1 << 16)
+        self.changes = 0
 
     def get(self) -> torch.Tensor:
         return self.values
 
+    def look(self) -> tuple[int, torch.Tensor]:
+        return self.changes, self.values
+
+    async def look_at_ease(self) -> tuple[int, torch.Tensor]:
+        await asyncio.sleep(0)
+        return self.changes, self.values
+
+    async def fail_at_ease(self) -> None:
+        raise Values(self.changes, self.values)
+
+    @farcall.batched(max_size=2, within_s=0.0005)
+    async def look_together(self, numbers: list[int]) -> list[tuple[int, torch.Tensor]]:
+        return [(self.changes, self.values)] * len(numbers)
+
+    def looks(self, count: int) -> Iterator[tuple[int, torch.Tensor]]:
+        for _ in range(count):
+            yield self.changes, self.values
+
+    async def looks_at_ease(self, count: int) -> AsyncIterator[tuple[int, torch.Tensor]]:
+        for _ in range(count):
+            yield self.changes, self.values
+
     def add(self) -> None:
+        self.changes += 1
         self.values += 1
+
+
+@pytest.fixture
+def slow_to_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for the object while something is encoded gets the time to run."""
+
+    def slowly(original: Callable[..., Any]) -> Callable[..., Any]:
+        def write(*args: Any) -> Any:
+            sleep(0.002)
+            return original(*args)
+
+        return write
+
+    for module in (serving, stream_writing):
+        monkeypatch.setattr(module, "write_value", slowly(module.write_value))
+    monkeypatch.setattr(serving, "encode_failure", slowly(serving.encode_failure))
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -323,3 +371,37 @@ def test_a_result_has_the_values_of_its_own_call(shared_memory: bool) -> None:
             state.rpc_async().add()
         for number, future in enumerate(futures, 50):
             assert future.wait().unique().tolist() == [number]
+
+
+def looked(future: farcall.Future[tuple[int, torch.Tensor]]) -> tuple[int, torch.Tensor]:
+    try:
+        return future.result(LONG_S)
+    except Values as error:
+        return error.args[0], error.args[1]
+
+
+@pytest.mark.parametrize("method", [State.look, State.look_at_ease, State.fail_at_ease, State.look_together])
+def test_no_later_call_changes_a_result_before_it_is_sent(method: Callable[..., Any], slow_to_encode: None) -> None:
+    with team([None] * 2) as nodes:
+        state = nodes[0]["w1"].options(serial=True).create(State)
+        arguments = (0,) if method is State.look_together else ()
+        for _ in range(20):
+            future = state.start(method, *arguments)
+            adds = [state.start.add() for _ in range(5)]
+            changes, values = looked(future)
+            assert values.unique().tolist() == [changes]
+            for add in adds:
+                add.result(LONG_S)
+
+
+@pytest.mark.parametrize("method", [State.looks, State.looks_at_ease])
+def test_no_later_call_changes_an_item_before_it_is_sent(method: Callable[..., Any], slow_to_encode: None) -> None:
+    with team([None] * 2) as nodes:
+        state = nodes[0]["w1"].options(serial=True).create(State)
+        for count in (20, 2 * WINDOW_BYTES // (4 << 16)):  # the latter waits for its reader
+            items = state.stream(method, count)
+            adds = [state.start.add() for _ in range(count)]
+            for changes, values in items:
+                assert values.unique().tolist() == [changes]
+            for add in adds:
+                add.result(LONG_S)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from farcall.autograd.context import Context
 from farcall.autograd.contexts import Contexts
-from farcall.autograd.passes import LocalPass
+from farcall.autograd.passes import LocalPass, Message
 from farcall.errors import RpcError
 from farcall.protocol.gradients import PassDone, PassId, StartPass
 
@@ -426,6 +428,55 @@ def test_an_interrupted_wait_ends_the_pass_everywhere(
         network.workers[0].backward(context.id, [back.sum()])
     network.drain()
     assert [worker.debug_info()["num_current_backward_passes"] for worker in network.workers] == ["0"] * 3
+
+
+@pytest.mark.parametrize("target", [0, 2])
+def test_a_message_for_which_there_is_no_memory_fails_the_pass(
+    network: Network, context: Context, monkeypatch: pytest.MonkeyPatch, target: int
+) -> None:
+    """Worker 1 has messages for 0 and 2; the origin hears of the failure, and the others of the end of the pass."""
+    (there,) = network.move(context.id, 0, 1, [leaf()])
+    (further,) = network.move(context.id, 1, 2, [there])
+    (back,) = network.move(context.id, 2, 1, [further])
+    (home,) = network.move(context.id, 1, 0, [back])
+    port = network.workers[1].port
+    send, failing = port.send, [target]
+
+    def short_of_memory(worker_id: int, messages: Sequence[Message], awaited: LocalPass | None = None) -> None:
+        if worker_id in failing:
+            failing.remove(worker_id)
+            raise MemoryError
+        send(worker_id, messages, awaited)
+
+    monkeypatch.setattr(port, "send", short_of_memory)
+    with pytest.raises(RpcError, match="Error on Node 1: MemoryError"):
+        network.workers[0].backward(context.id, [home.sum()])
+    network.drain()
+    assert not failing
+    assert [worker.debug_info()["num_current_backward_passes"] for worker in network.workers] == ["0"] * 3
+
+
+def test_a_part_that_cannot_even_tell_of_its_failure_still_hears_of_the_end(
+    network: Network, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(worker_id: int, messages: Sequence[Message], awaited: LocalPass | None = None) -> None:
+        raise MemoryError
+
+    def survives() -> bool:
+        with suppress(MemoryError):  # where an executor logs it
+            return step()
+        return True
+
+    step = network.step
+    (back,) = network.move(context.id, 1, 0, network.move(context.id, 0, 1, [leaf()]))
+    monkeypatch.setattr(network, "step", survives)
+    monkeypatch.setattr(network.workers[1].port, "send", no_memory)
+    with pytest.raises(RpcError, match=r"timed out waiting for worker\(s\) \[1\]"):
+        network.workers[0].backward(context.id, [back.sum()], timeout_s=10)
+    network.drain()
+    [local] = network.context(context.id, 1).passes.values()
+    assert local.machine.ended
+    assert not local.working.locked()
 
 
 def test_a_checkpoint_that_returns_its_input(network: Network, context: Context) -> None:

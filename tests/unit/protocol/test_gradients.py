@@ -153,7 +153,8 @@ def test_a_pass_that_has_ended_stays_so(table: Table) -> None:
     for (state, event), (after, act) in table.items():
         if state in (PassState.DONE, PassState.FAILED):
             assert after is state
-            assert event is StartPass  # a worker that tells another one twice is answered
+            # A worker that tells another one twice is answered; and the origin hears that "done" could not be sent.
+            assert event is StartPass or (event is PartFailed and table is PARTICIPANT)
             assert act is not None
     reached = {PassState.NEW, PassState.DONE} | {after for after, _ in table.values()}
     assert reached == set(PassState)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,10 @@ from farcall.errors import Cancelled
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import LETTER, Frame
 from farcall.protocol.streams import WINDOW_BYTES, WINDOW_ITEMS, Part, StreamCredit, decode_part, encode_part
-from farcall.rpc import stream_reading
-from farcall.rpc.node_streams import Streams
+from farcall.rpc import node_streams, stream_reading, stream_writing
+from farcall.rpc.node_streams import RETRY_S, Streams
 from farcall.rpc.stream_reading import Reader
-from farcall.rpc.stream_writing import STREAMS
+from farcall.rpc.stream_writing import HOLD_S, STREAMS, Writer
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.node.hooks import Hooks
 from farcall.runtime.peers.peer import Peer
@@ -76,6 +77,35 @@ def test_a_late_credit_for_a_stream_that_was_read_is_not_answered(node: Any) -> 
     streams, peer = Streams(node), FakePeer()
     streams.on_credit(peer, StreamCredit(1, True, WINDOW_ITEMS + 600, WINDOW_BYTES))
     assert peer.letters == []
+
+
+# ---------------------------------------------------------------------- items that cannot be sent now
+
+
+def test_items_for_which_there_was_no_memory_are_sent_later(
+    node: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if no other item comes: the function may wait for something that its reader does with this one."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(node_streams, "monotonic", lambda: clock.now)
+    streams, peers = Streams(node), (FakePeer(), FakePeer())
+    for peer in peers:
+        monkeypatch.setattr(peer, "flush", lambda: None)
+        writer = Writer(streams, peer, 7, outgoing=False)
+        writer._last_at = perf_counter() + 60.0  # the next item comes quickly, so it is held back
+        writer.put(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(stream_writing, "encode_part", no_memory)
+        node.clock.turn_to(HOLD_S)
+    assert [peer.letters for peer in peers] == [[], []]
+    assert caplog.text.count("cannot be sent yet") == 2
+    for clock.now in (RETRY_S + HOLD_S, RETRY_S + 2 * HOLD_S):
+        node.clock.turn_to(clock.now)
+    assert [[decode_part(letter.function).items for letter in peer.letters] for peer in peers] == [[1], [1]]
+
+
+def no_memory(*_: Any) -> Any:
+    raise MemoryError
 
 
 # ---------------------------------------------------------------------- parts that nobody takes

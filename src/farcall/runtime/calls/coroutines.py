@@ -1,13 +1,16 @@
 """The event loop on which a node runs `async def` functions.
 
 Owns the loop and its thread, both made for the first coroutine. Any thread may hand a coroutine over.
+
+A task's result is taken after its last step, and other code runs in between. `Concluded` is a coroutine whose last step
+includes that, such as the encoding of a result that the next call of a serial object changes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 
@@ -86,3 +89,62 @@ class CoroutineRunner:
         ending.cancel()
         if not thread.is_alive():
             loop.close()
+
+
+class Outcome:
+    """How a coroutine has ended, to be taken once: a kept error would be part of a cycle with its own traceback."""
+
+    __slots__ = ("_error", "_value")
+
+    def __init__(self, value: Any = None, error: BaseException | None = None) -> None:
+        self._value = value
+        self._error = error
+
+    def result(self) -> Any:
+        """Return the result or raise the error, like a task."""
+        error, self._error = self._error, None
+        value, self._value = self._value, None
+        if error is None:
+            return value
+        try:
+            raise error
+        finally:
+            del error
+
+
+class Concluded(Coroutine[Any, Any, None]):
+    """A coroutine that passes its outcome to ``done`` in its last step; it returns nothing, and raises no error."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], done: Callable[[Any], None]) -> None:
+        self._coroutine = coroutine
+        self._done = done
+        self._is_over = False  # set before ``done`` is called
+
+    def on_task(self, task: asyncio.Task[Any]) -> None:
+        """For `CoroutineRunner.run`: a task that was cancelled before its first step has no outcome yet."""
+        if not self._is_over:
+            self._is_over = True
+            self._done(task)
+
+    def send(self, value: Any) -> Any:
+        return self._step(self._coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._step(self._coroutine.throw, *error)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        raise TypeError("it is run as a task")
+
+    def _step(self, step: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return step(*given)
+        except StopIteration as end:
+            outcome = Outcome(end.value)
+        except BaseException as error:
+            outcome = Outcome(error=error)
+        self._is_over = True
+        self._done(outcome)
+        raise StopIteration

@@ -32,7 +32,7 @@ from farcall.errors import NotAllowed, RpcError, SerializationError
 from farcall.ids import RefId, WorkerInfo
 from farcall.protocol.frames import FAILURE, LARGE_BYTES, RESPONSE, Frame
 from farcall.protocol.notes import KEEP, STREAM, Notes, write_notes
-from farcall.runtime.calls.coroutines import CoroutineRunner
+from farcall.runtime.calls.coroutines import Concluded, CoroutineRunner
 from farcall.runtime.calls.executor import UNKNOWN_S, Executor, FunctionTask, Task
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.results import (
@@ -557,7 +557,12 @@ class Request:
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Run ``coroutine`` on the node's event loop, on this call's streams, and answer when it ends."""
-        stream_pool, done = self.server.stream_pool, self._on_done
+        stream_pool = self.server.stream_pool
+        done: Callable[[Any], None] = self._on_done
+        if self.frame.turns is not None:
+            # Encoded in the turn of its last step: the next call may change the object's tensors.
+            coroutine = concluded = Concluded(coroutine, done)
+            done = concluded.on_task
         call_streams = None if stream_pool is None else stream_pool.keep()
         if call_streams is not None:
             coroutine = StreamCoroutine(coroutine, call_streams)

@@ -14,7 +14,8 @@ the order in which they were made. A mailbox is a task of the executor: it runs 
                   its time is over, and it still waits
 
 A plain method has the turn until it returns. A coroutine has one turn per step, so that other calls run while it
-awaits, and a generator one per item. The first step of a coroutine is part of its call's turn: no later call of the
+awaits, and a generator one per item. A turn lasts until what its holder returns or yields is encoded: the next call may
+change it. The first step of a coroutine is part of its call's turn: no later call of the
 same caller begins before that step. A holder names itself when it ends its turn: the next holder may have ended already
 before the thread that handed the turn over returns.
 """
@@ -64,7 +65,10 @@ class Turns:
     def __init__(self, submit: Callable[[Task], None]) -> None:
         """``submit`` has a worker run a task. The turn is taken until `begin`: the object may not be made yet."""
         self._submit = submit
-        self._lock = threading.Lock()
+        # Re-entrant: a garbage collection under it may run a destructor that calls the object or closes a generator.
+        # Under the lock, no call comes between the look at an empty queue, or at a free turn, and the change that
+        # follows: no collection begins there. While one is taken from the queue the turn counts as taken.
+        self._lock = threading.RLock()
         self._holder: object = self
         self._waiting: deque[Task | _Place] = deque()
         self._next: Task | None = None
@@ -155,9 +159,11 @@ class Turns:
     def _withdraw(self, place: _Place) -> None:
         """Remove ``place`` from the queue, or end its turn."""
         with self._lock:
-            if place in self._waiting:
+            try:
                 self._waiting.remove(place)
                 return
+            except ValueError:
+                pass  # it has the turn, or had it
         self._leave(place)
 
     def steps(self, coroutine: Coroutine[Any, Any, Any], *, within: bool) -> Coroutine[Any, Any, Any]:
@@ -170,9 +176,15 @@ class Turns:
         return _Steps(self, coroutine, place)
 
     def items(
-        self, source: Iterable[Any], waiting: Callable[[], AbstractContextManager[None]], gate: Gate
+        self,
+        source: Iterable[Any],
+        take: Callable[[Any], Any],
+        waiting: Callable[[], AbstractContextManager[None]],
+        gate: Gate,
     ) -> Iterator[Any]:
-        """The items of ``source``, each made in a turn. Every wait for a turn is inside the context ``waiting()``.
+        """What ``take`` makes of the items of ``source``; each item is made and taken in one turn.
+
+        So no other call changes an item before it is encoded. Each wait for a turn is inside the context ``waiting()``.
 
         A wait ends with an error at the deadline of the call that is being served, or when that is cancelled: whoever
         cancels it opens ``gate``, where it waits.
@@ -190,9 +202,14 @@ class Turns:
 
         iterator: Iterator[Any] = in_turn(lambda: iter(source))
         end = object()
+
+        def take_next() -> Any:
+            item = next(iterator, end)
+            return end if item is end else take(item)
+
         try:
-            while (item := in_turn(lambda: next(iterator, end))) is not end:
-                yield item
+            while (taken := in_turn(take_next)) is not end:
+                yield taken
         except BaseException:
             if getattr(iterator, "gi_frame", None) is not None:  # a generator that has not ended
                 self._close(iterator)  # type: ignore[arg-type]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from time import monotonic
@@ -12,10 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.kit.times import LONG_S
+from tests.kit.times import AT_ONCE_S, LONG_S
 from tests.kit.waiting import wait_until
 
 from farcall.errors import Cancelled, RpcTimeout
+from farcall.runtime.calls.coroutines import Concluded
 from farcall.runtime.calls.executor import UNKNOWN_S, Task
 from farcall.runtime.calls.scope import CURRENT
 from farcall.runtime.calls.turns import Turns
@@ -39,6 +42,10 @@ class Call:
 
     def drop(self) -> None:
         self._log.append(f"dropped {self._name}")
+
+
+def same(item: Any) -> Any:
+    return item
 
 
 def a_mailbox() -> tuple[Turns, list[Task], list[str]]:
@@ -101,7 +108,7 @@ def test_the_holder_of_the_turn_is_known() -> None:
 
     outer = CURRENT.set(request)
     try:
-        items = turns.items(count(), nullcontext, Gate())
+        items = turns.items(count(), same, nullcontext, Gate())
         turns.begin()
         assert turns.holder is None
         assert list(items) == [1]
@@ -135,7 +142,7 @@ def test_an_iterator_has_a_turn_for_each_item() -> None:
         finally:
             log.append("closed")
 
-    items = turns.items(count(), nullcontext, Gate())
+    items = turns.items(count(), same, nullcontext, Gate())
     for number in range(3):
         assert next(items) == number
         run_all(submitted)
@@ -143,6 +150,121 @@ def test_an_iterator_has_a_turn_for_each_item() -> None:
     items.close()  # type: ignore[attr-defined]
     assert log[-1] == "closed"
     assert turns.enter(Call(log, "later"))
+
+
+def test_an_item_is_taken_in_its_turn() -> None:
+    turns, submitted, log = a_mailbox()
+    turns.begin()
+
+    def take(item: int) -> int:
+        assert not turns.enter(Call(log, f"after {item}"))  # within a turn: others wait
+        return -item
+
+    taken = []
+    for item in turns.items(range(3), take, nullcontext, Gate()):
+        taken.append(item)
+        run_all(submitted)
+    assert (taken, log) == ([0, -1, -2], ["after 0", "after 1", "after 2"])
+
+
+@pytest.mark.parametrize("end", ["returns", "fails", "is cancelled", "never begins", "fails to conclude"])
+def test_the_outcome_of_a_coroutine_is_taken_in_its_last_turn(end: str) -> None:
+    outcomes: list[object] = []
+
+    async def play() -> None:
+        turns, submitted, log = a_mailbox()
+        turns.begin()
+        event = asyncio.Event()
+
+        async def method() -> str:
+            await event.wait()
+            if end == "fails":
+                raise ValueError
+            return "value"
+
+        def conclude(outcome: Any) -> None:
+            if end != "never begins":
+                assert not turns.enter(Call(log, "later"))  # within a turn: others wait
+            try:
+                outcomes.append(outcome.result())
+            except BaseException as error:
+                outcomes.append(type(error))
+            if end == "fails to conclude":
+                raise ZeroDivisionError
+
+        concluded = Concluded(method(), conclude)
+        tasks: list[asyncio.Task[None]] = []
+
+        def begin() -> None:
+            tasks.append(asyncio.get_running_loop().create_task(turns.steps(concluded, within=True)))
+            tasks[0].add_done_callback(concluded.on_task)
+
+        assert turns.enter(Call(log, "begin", begin))
+        turns.run(False)
+        if end != "never begins":
+            await asyncio.sleep(0)
+        event.set()
+        if end in ("is cancelled", "never begins"):
+            tasks[0].cancel()
+        await asyncio.wait(tasks)
+        await asyncio.sleep(0)
+        run_all(submitted)
+        assert log == ["begin", "later"][: 1 + (end != "never begins")]
+        assert turns.enter(Call(log, "last")), "the turn is free in the end"
+        if end == "fails to conclude":
+            assert isinstance(tasks[0].exception(), ZeroDivisionError)
+
+    asyncio.run(asyncio.wait_for(play(), LONG_S))
+    error = {"fails": ValueError, "is cancelled": asyncio.CancelledError, "never begins": asyncio.CancelledError}
+    assert outcomes == [error.get(end, "value")]
+
+
+class Collecting(deque[Any]):
+    """A queue at whose every change a garbage collection begins, amid the mailbox's own code."""
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        gc.collect()
+
+    def popleft(self) -> Any:
+        found = super().popleft()
+        gc.collect()
+        return found
+
+
+class Caller:
+    """Only a garbage collection ends it; then it calls."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.itself = self
+        self.call = call
+
+    def __del__(self) -> None:
+        self.call()
+
+
+def test_a_destructor_may_call_the_object_while_its_thread_changes_the_mailbox() -> None:
+    turns, submitted, log = a_mailbox()
+    turns._waiting = Collecting()
+
+    def call(name: str) -> None:
+        if turns.enter(Call(log, name)):
+            submitted.append(turns)
+
+    def play() -> None:
+        Caller(lambda: call("from the append"))
+        call("a")
+        Caller(lambda: call("from the popleft"))
+        turns.begin()
+        run_all(submitted)
+        call("last")
+        run_all(submitted)
+
+    thread = threading.Thread(target=play, daemon=True)
+    thread.start()
+    thread.join(AT_ONCE_S)
+    assert not thread.is_alive(), "it waits for its own lock"
+    assert log == ["a", "from the append", "from the popleft", "last"]
 
 
 def a_request(name: str, deadline: float) -> Any:
@@ -166,7 +288,7 @@ def items_behind_another(request: Any, log: list[str]) -> tuple[Turns, Any, Gate
 
     outer = CURRENT.set(request)
     gate = Gate()
-    items = turns.items(count(), nullcontext, gate)
+    items = turns.items(count(), same, nullcontext, gate)
     assert next(items) == 1
     slow: Any = Call(log, "slow")
     slow.served = a_request("slow", NEVER)
