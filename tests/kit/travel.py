@@ -53,7 +53,7 @@ def _begin() -> None:
 
 def _end() -> dict[str, int]:
     found: Counter[str] = Counter()
-    for code, times in list(_entered.items()):
+    for code, times in _entered.copy().items():
         found[f"{code.co_filename}:{code.co_qualname}"] += times
     return dict(found)
 

@@ -1,11 +1,14 @@
-"""The tree of folders on the page about the architecture is that of the code."""
+"""The tree of folders on the page about the architecture is that of the code; rules that the whole code keeps."""
 
 from __future__ import annotations
 
 import ast
+import gc
 import re
+import sys
 from pathlib import Path
 
+import pytest
 from tests.kit.distribution import TOGETHER
 
 ROOT = Path(__file__).parents[2]
@@ -105,3 +108,35 @@ def test_decoders_are_made_when_modules_are_loaded() -> None:
     """msgspec looks into a type at its first use. Two threads that do so at once crash: seen with 200 members."""
     by_use = re.compile(r"msgspec\.\w+\.decode\([^)]*\btype=(?!int\b|str\b|bytes\b)")
     assert [str(path) for path in sorted(SOURCE.rglob("*.py")) if by_use.search(path.read_text())] == []
+
+
+def test_dictionaries_that_threads_share_are_copied_whole() -> None:
+    """``list(table.items())`` makes tuples, and so may begin a garbage collection, whose destructors let others change
+    the table: "dictionary changed size during iteration". ``table.copy()`` makes nothing once it has begun.
+    """
+    table: dict[object, int] = dict.fromkeys(range(1000), 0)
+
+    def grow(phase: str, info: object) -> None:
+        table[object()] = 0
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(grow)
+    gc.set_threshold(1)
+    try:
+        for _ in range(100):
+            table.copy().items()
+        if sys.version_info < (3, 12):  # later ones collect only between two steps of Python code
+            with pytest.raises(RuntimeError, match="changed size"):
+                list(table.items())
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(grow)
+
+    shared = ("channel", "compat", "observe", "rpc", "runtime", "transport")
+    copied_in_pieces = [
+        f"{path.relative_to(SOURCE)}: {found}"
+        for folder in shared
+        for path in (SOURCE / folder).rglob("*.py")
+        for found in re.findall(r"in list\([\w.]+\.items\(\)\)", path.read_text())
+    ]
+    assert copied_in_pieces == []

@@ -179,7 +179,7 @@ class SegmentMap:
         return self._segment_at(address) is not None
 
     def _segment_at(self, address: int) -> tuple[int, MappedSegment] | None:
-        for segment_id, segment in list(self._segments.items()):
+        for segment_id, segment in self._segments.copy().items():
             if 0 <= address - segment.address < segment.size:
                 return segment_id, segment
         return None

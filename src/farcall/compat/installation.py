@@ -226,7 +226,7 @@ def _rebind(replacements: Mapping[str, tuple[ModuleType | None, ModuleType]]) ->
         module_name = str(names.get("__name__", ""))
         if module_name == "farcall" or module_name.startswith("farcall."):
             continue
-        for name, value in list(names.items()):
+        for name, value in names.copy().items():
             found = exchanged.get(id(value))
             # `_replace` sets the attributes of parents, which are modules, too.
             if found is not None and found[0] is value and f"{module_name}.{name}" not in replacements:
@@ -246,10 +246,10 @@ def _give_back() -> None:
             home = getattr(value, "__module__", None) if isinstance(value, FunctionType | type) else None
             if isinstance(home, str) and home.startswith("farcall."):
                 homes[id(value)] = (old_name, name)
-    for module_name, module in list(sys.modules.items()):
+    for module_name, module in sys.modules.copy().items():
         if not module_name.startswith("torch.") or not issubclass(type(module), ModuleType):
             continue
-        for name, value in list(object.__getattribute__(module, "__dict__").items()):
+        for name, value in object.__getattribute__(module, "__dict__").copy().items():
             if id(value) not in homes:
                 continue
             home_name, name_there = homes[id(value)]

@@ -241,7 +241,7 @@ class Answering:
     # ------------------------------------------------------------------ bounds
 
     def _give_up_overdue(self, now: float) -> float:
-        for number, question in list(self._open.items()):
+        for number, question in self._open.copy().items():
             if question.deadline <= now:
                 if question.own:
                     self._silent_until[question.peer.number] = now + SILENT_S

@@ -134,7 +134,7 @@ class Recordings:
             self.stop(name)
 
     def _on_peer_gone(self, peer: Peer) -> None:
-        self._stop_all([name for name, (origin, _) in list(self._running.items()) if origin == peer.info.id])
+        self._stop_all([name for name, (origin, _) in self._running.copy().items() if origin == peer.info.id])
 
     def begin(self, peer: Peer | None, argument: bytes) -> bytes:
         """The answer to TRACE_BEGIN."""
@@ -155,7 +155,7 @@ class Recordings:
 
     def _drop_unfetched(self, now: float) -> float:
         """Drop recordings that nobody fetched in time."""
-        self._stop_all([name for name, end in list(self._ends.items()) if end <= now])
+        self._stop_all([name for name, end in self._ends.copy().items() if end <= now])
         return min(self._ends.values(), default=NEVER)
 
 

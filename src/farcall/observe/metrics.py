@@ -237,7 +237,7 @@ def collect(node: Runtime) -> Metrics:
         unresponsive={
             member.name: member.unresponsive_s for member in node.members_now() if member.unresponsive_s is not None
         },
-        batches=[] if batches is None else [BatchMetrics(name, *one) for name, one in list(batches.counts.items())],
+        batches=[] if batches is None else [BatchMetrics(name, *one) for name, one in batches.counts.copy().items()],
         streams=StreamMetrics() if streams is None else StreamMetrics(*streams.counts()),
         weights=[] if weights is None else weights.metrics(),
         weights_bytes=0 if weights is None else weights.blocks.total_bytes,
@@ -259,7 +259,7 @@ def _resident_bytes() -> int:
 
 
 def _calls(peer: str, by_function: FunctionCounters) -> Iterable[CallMetrics]:
-    for function, counters in list(by_function.items()):
+    for function, counters in by_function.copy().items():
         counted = counters.copy()
         title = "(others)" if function == OTHERS else function_title(function)
         latency = Histogram({bucket: count for bucket, count in enumerate(counted[: len(BOUNDS_S) + 1]) if count})

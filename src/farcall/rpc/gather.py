@@ -110,7 +110,7 @@ class _Gathers:
     def _fail_overdue(self, now: float) -> float:
         nearest = NEVER
         with self._lock:
-            for key, gather in list(self._led.items()):
+            for key, gather in self._led.copy().items():
                 if gather.deadline <= now:
                     self._fail(key, RpcTimeout(f"timed out in {gather}"))
                 else:
@@ -123,7 +123,7 @@ class _Gathers:
 
     def _on_member_lost(self, name: str, incarnation: int) -> None:
         with self._lock:
-            for key, gather in list(self._led.items()):
+            for key, gather in self._led.copy().items():
                 if (name, incarnation) in gather.group and name not in gather.contributions:
                     self._fail(key, PeerDead(f"lost {name} in {gather}", Delivery.UNKNOWN))
 

@@ -255,10 +255,10 @@ class Streams:
             if reader.peer is peer:
                 reader.break_off(error)
                 self.forget(reader)
-        for number, call in list(self.lingering.items()):  # a copy: threads that read other links change the table
+        for number, call in self.lingering.copy().items():  # a copy: threads that read other links change the table
             if call.peer is peer:
                 self.lingering.pop(number, None)
-        for number, (writer, _) in list(self._writers.items()):
+        for number, (writer, _) in self._writers.copy().items():
             if writer.peer is peer:
                 self._close_writer(number, writer)
 
@@ -266,7 +266,7 @@ class Streams:
         error = Cancelled(f"{self.node.info.name} shut down")
         for reader in [*self._incoming.values(), *self.lingering.values()]:
             reader.break_off(error)
-        for number, (writer, _) in list(self._writers.items()):
+        for number, (writer, _) in self._writers.copy().items():
             self._close_writer(number, writer)
         self._incoming.clear()
         self.lingering.clear()

@@ -205,7 +205,7 @@ class OwnedValues:
     def abandon(self, creator: int, is_listed: Callable[[RefId], bool]) -> list[Owned]:
         """``creator`` died: remove and fail values whose creating call never came. Listed values are being made."""
         abandoned = []
-        for ref, owned in list(self.places.items()):
+        for ref, owned in self.places.copy().items():
             if not owned.ready and ref.created_on == creator and not is_listed(ref):
                 abandoned.append(self.places.pop(ref))
                 self.never_comes(ref, owned)

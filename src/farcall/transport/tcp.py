@@ -111,7 +111,7 @@ def _look_up(host: str, port: int, timeout_s: float) -> _Targets:
             mine.answered_at = time.monotonic()
             mine.done.set()
 
-    for old in [one for one, look_up in list(_look_ups.items()) if look_up.is_stale]:
+    for old in [one for one, look_up in _look_ups.copy().items() if look_up.is_stale]:
         _look_ups.pop(old, None)
     asked = _look_ups.setdefault(question, mine)
     if asked is mine:

@@ -62,7 +62,7 @@ class Partings:
         before, self._bytes = self._bytes, {}
         neighbours = self._watch.neighbours()
         idle: list[RemotePeer] = []
-        for incarnation, peer in list(self._connector.awake.items()):
+        for incarnation, peer in self._connector.awake.copy().items():
             if incarnation > self._me and incarnation not in neighbours and peer.known:
                 count = self._bytes[incarnation] = peer.link.heard_bytes + peer.link.outgoing.bytes_sent
                 if before.get(incarnation) == count:

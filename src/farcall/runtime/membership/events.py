@@ -190,7 +190,7 @@ def wait_for_lost_processes() -> None:
     A launcher reports the first process that fails. Their loss may be why this one fails, so they should end first.
     """
     deadline = monotonic() + ENDS_S
-    for process, lost_at in list(_lost_processes.items()):
+    for process, lost_at in _lost_processes.copy().items():
         if process in (0, os.getpid(), os.getppid()) or monotonic() - lost_at > RECENTLY_S:
             continue
         try:

@@ -144,7 +144,7 @@ class PeerTable:
 
     def links(self) -> Iterator[tuple[int, Link]]:
         """The members' links that have a connection, or had one until it broke; by incarnation."""
-        for incarnation, peer in list(self.connector.awake.items()):
+        for incarnation, peer in self.connector.awake.copy().items():
             if peer.known and peer.link.broken is None:
                 yield incarnation, peer.link
 
@@ -451,7 +451,7 @@ class PeerTable:
 
     def on_admitted(self) -> None:
         """This node is a member now: admit the strangers that have introduced themselves as members meanwhile."""
-        for incarnation, member in list(self._records.items()):
+        for incarnation, member in self._records.copy().items():
             if incarnation in self._strangers and member.admission:
                 self.watch.on_message(incarnation, Introduction(member))
 
@@ -571,7 +571,7 @@ class PeerTable:
     def _look_after_links(self, now: float) -> float:
         """Close links that are no longer needed, and watch silent connections; returns when to look again."""
         nearest = NEVER
-        for peer, until in list(self._silent.items()):
+        for peer, until in self._silent.copy().items():
             silent_s = peer.link.transport.silent_s() if peer.link.up else 0.0
             if silent_s >= SILENT_PART * self._patience_s:
                 self.connector.mend_silence(peer, silent_s)
@@ -580,13 +580,13 @@ class PeerTable:
             else:
                 nearest = min(nearest, now + self._options.membership.probe_interval_s)
         for waiting in (self._yielded, self._awaited):
-            for peer, until in list(waiting.items()):
+            for peer, until in waiting.copy().items():
                 if until > now:
                     nearest = min(nearest, until)
                     continue
                 del waiting[peer]
                 self.connector.look_after(peer)
-        for peer, end in list(self._ends.items()):
+        for peer, end in self._ends.copy().items():
             if end <= now and not peer.known and not self.watch.belongs:
                 # We do not know yet that we were admitted. This stranger may be a member that knows us: keep its link,
                 # or it could not reach us.
