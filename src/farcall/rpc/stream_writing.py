@@ -308,17 +308,22 @@ class Writer:
             items += segment.items
         part = encode_part(Part(self.number, self._outgoing, self._flushed, counts))
         frame.call_id, frame.function = STREAMS, part
-        self._segments = []
-        self._waiting_bytes = 0
-        self._flushed += items
-        self._streams.items_written += items
         if frame.forks:
             write_notes(frame)
+        stays = False
         try:
             self.peer.send(frame, more=True)
-        except BaseException:
-            withdraw(frame)
+        except BaseException as error:
+            stays = not frame.handed_over and not isinstance(error, RpcError)
+            if not stays:
+                withdraw(frame)
             raise
+        finally:
+            if not stays:
+                self._segments = []
+                self._waiting_bytes = 0
+                self._flushed += items
+                self._streams.items_written += items
 
 
 def _keep(segment: _Segment | None) -> None:

@@ -82,8 +82,9 @@ def test_a_late_credit_for_a_stream_that_was_read_is_not_answered(node: Any) -> 
 # ---------------------------------------------------------------------- items that cannot be sent now
 
 
+@pytest.mark.parametrize("where", ["encode_part", "send"])
 def test_items_for_which_there_was_no_memory_are_sent_later(
-    node: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    node: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     """Also if no other item comes: the function may wait for something that its reader does with this one."""
     clock = SimpleNamespace(now=0.0)
@@ -95,16 +96,17 @@ def test_items_for_which_there_was_no_memory_are_sent_later(
         writer._last_at = perf_counter() + 60.0  # the next item comes quickly, so it is held back
         writer.put(1)
     with monkeypatch.context() as patch:
-        patch.setattr(stream_writing, "encode_part", no_memory)
+        patch.setattr(*((stream_writing, where) if where == "encode_part" else (FakePeer, where)), no_memory)
         node.clock.turn_to(HOLD_S)
     assert [peer.letters for peer in peers] == [[], []]
     assert caplog.text.count("cannot be sent yet") == 2
     for clock.now in (RETRY_S + HOLD_S, RETRY_S + 2 * HOLD_S):
         node.clock.turn_to(clock.now)
-    assert [[decode_part(letter.function).items for letter in peer.letters] for peer in peers] == [[1], [1]]
+    parts = [[decode_part(letter.function) for letter in peer.letters] for peer in peers]
+    assert [[(part.first, part.items) for part in of_peer] for of_peer in parts] == [[(0, 1)], [(0, 1)]]
 
 
-def no_memory(*_: Any) -> Any:
+def no_memory(*_: Any, **__: Any) -> Any:
     raise MemoryError
 
 
