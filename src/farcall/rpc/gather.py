@@ -157,10 +157,10 @@ def gather(node: Runtime, value: T, names: Iterable[str] | None, timeout_s: floa
     if unknown:
         raise RpcError(f"not workers of this cluster: {', '.join(sorted(unknown))}")
     group: Group = tuple((name, node.peer(name).incarnation) for name in sorted(chosen))
-    timeout_s = node.timeout_s if timeout_s is UNSET_TIMEOUT else check_timeout(timeout_s)
+    limit_s = node.timeout_s if timeout_s is UNSET_TIMEOUT else check_timeout(timeout_s)
     number = node.part(_Gathers).next_number(group)
-    waiting_s = timeout_s + GRACE_S if timeout_s else UNSET_TIMEOUT  # which has no limit, then
-    contribution = (group, number, node.info.name, value, timeout_s)
+    waiting_s = limit_s + GRACE_S if limit_s else timeout_s  # as it was given: torch's 0, or a default of no limit
+    contribution = (group, number, node.info.name, value, limit_s)
     # The leader must not refuse this call: the other members would wait, and the number cannot be used again.
     result: dict[str, T] = call_sync(node, group[0][0], _contribute, contribution, None, waiting_s, refusable=False)
     return result

@@ -113,10 +113,10 @@ def sync_with(
 ) -> Any:
     """`call_sync`, with retries."""
     check_retry(retry)
-    timeout_s, deadline = _bounds(node, timeout_s)
+    limit_s, deadline = _bounds(node, timeout_s)
     for attempt in itertools.count(1):
         try:
-            left_s = max(1e-3, deadline - monotonic()) if timeout_s else UNSET_TIMEOUT  # which has no limit, then
+            left_s = max(1e-3, deadline - monotonic()) if limit_s else timeout_s
             return call_sync(node, to, func, args, kwargs, left_s)
         except NetworkError as error:
             pause_s = retry.pause_s(attempt, error, deadline)

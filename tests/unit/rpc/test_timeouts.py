@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import farcall
+from farcall import Retry
+from farcall.ids import WorkerInfo
 from farcall.option_checks import some_seconds
-from farcall.rpc import timeouts
+from farcall.rpc import gather, retry, timeouts
 from farcall.rpc.outcome import DerivedFuture
 from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout, check_wait, from_torch
 from farcall.runtime.io.timers import NEVER
@@ -66,6 +69,27 @@ def test_torchs_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_timeout(0) == 0.0
     with pytest.raises(ValueError, match="not -2"):
         check_timeout(-2)
+
+
+def test_torchs_0_is_no_limit_for_calls_inside_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They passed on that it was left out, and so had the node's default as their limit."""
+    given: list[Any] = []
+    for module in (retry, gather):
+        monkeypatch.setattr(module, "call_sync", lambda *arguments, **_: given.append(arguments[-1]))
+    monkeypatch.setattr(timeouts, "torchs_numbers", True)
+    node: Any = SimpleNamespace(
+        timeout_s=60.0,
+        info=WorkerInfo("w0", 0),
+        workers=lambda: [WorkerInfo("w0", 0)],
+        peer=lambda name: SimpleNamespace(incarnation=1),
+        part=lambda kind: SimpleNamespace(next_number=lambda group: 0),
+    )
+    retry.sync_with(Retry(), node, "w0", len, ("abc",), None, 0)
+    gather.gather(node, "mine", None, 0)
+    assert given == [0, 0]
+    node.timeout_s = 0.0
+    gather.gather(node, "mine", None, UNSET_TIMEOUT)
+    assert given[-1] is UNSET_TIMEOUT
 
 
 def test_installing_compat_brings_torchs_numbers() -> None:
