@@ -46,6 +46,7 @@ from farcall.rpc.handles import Worker
 from farcall.rpc.mapping import map_over
 from farcall.rpc.retry import Retry
 from farcall.rpc.timeouts import UNSET_TIMEOUT, check_wait
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime, current_runtime
 from farcall.runtime.node.current import slot
 from farcall.serialize.allowance import INSTALLED
@@ -210,10 +211,9 @@ class Cluster:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every worker runs, those that are being started or restarted included; raises if one is dead."""
-        if timeout is not None:
-            check_wait(timeout)
+        limit_s = check_wait(timeout)
         expected = [one for one in self._supervisor.workers() if one.state is not State.ENDED]
-        self._wait_for(expected, len(expected), timeout)
+        self._wait_for(expected, len(expected), None if limit_s == NEVER else limit_s)
 
     def shutdown(self, graceful: bool = True) -> None:
         """End all workers and leave; a second time does nothing, unless the first was interrupted.

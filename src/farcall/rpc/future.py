@@ -95,11 +95,10 @@ class Future(Outcome[T], PendingCall):
 
         With a ``timeout``, wait that many seconds at most, then raise ``TimeoutError``: the call itself goes on.
         """
-        if timeout is not None:
-            check_wait(timeout)
+        limit_s = NEVER if timeout is None else check_wait(timeout)
         if self._value is _NONE_YET and not self.done():
             self.thread_id = get_ident()
-            until = NEVER if timeout is None else monotonic() + timeout
+            until = monotonic() + limit_s
             with self._node.calls.waiting():
                 if not self.arrived:
                     self.peer.help_until(self, self.deadline if self.deadline < until else until)
@@ -107,7 +106,7 @@ class Future(Outcome[T], PendingCall):
                     # Not torch's own wait: Ctrl-C does not interrupt it.
                     finished = Gate()
                     self.when_done(finished)
-                    finished.wait(-1 if timeout is None else max(0.0, until - monotonic()))
+                    finished.wait(-1 if until == NEVER else max(0.0, until - monotonic()))
                     if not self.done():
                         with suppress(ValueError):  # `_wake` has just taken it
                             self._waiters.remove(finished)  # a program may ask again and again

@@ -23,6 +23,7 @@ from farcall.runtime.calls.pending import Waiting
 from farcall.runtime.devices.streams import Stamp, stamp
 from farcall.runtime.io.reader import stop_reading
 from farcall.runtime.io.sigint import Gate
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import runtime_of_thread
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.serialize import RECORDING
@@ -237,13 +238,12 @@ class DerivedFuture(Outcome[T]):
 
     def wait(self, timeout: float | None = None) -> T:
         """Block until this future is done; return its result or raise its error. See `Future.wait`."""
-        if timeout is not None:
-            check_wait(timeout)
+        limit_s = check_wait(timeout)
         if not self.done():
             finished = Gate()
             self.when_done(finished)
             with waiting_here():
-                finished.wait(-1 if timeout is None else timeout)
+                finished.wait(-1 if limit_s == NEVER else limit_s)
             if not self.done():
                 with suppress(ValueError):  # `_open_all` has just taken it
                     self._gates.remove(finished)  # a program may ask again and again

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.kit.clock import Clock
+from tests.kit.times import LONG_S
+from tests.kit.waiting import wait_until
 
 from farcall.errors import Cancelled, Delivery, PeerDead
 from farcall.ids import WorkerInfo
@@ -99,6 +102,20 @@ def test_a_wait_that_was_in_vain_leaves_nothing_behind(node: Any) -> None:
         with pytest.raises(TimeoutError):
             future.wait(1e-6)
     assert not future._waiters
+
+
+def test_a_very_long_wait_has_no_limit(node: Any) -> None:
+    """On another thread than the main one, Python's own lock refused so many seconds."""
+    future: Future[int] = Future(node, node.target, len, 60.0)
+    send(node.calls, future, plain_request(node.target, b"f"))
+    found: list[BaseException | None] = []
+    thread = threading.Thread(target=lambda: found.append(future.exception(float("inf"))))
+    thread.start()
+    wait_until(lambda: len(future._waiters) == 1)
+    node.lose(future)
+    node.run_tasks()
+    thread.join(LONG_S)
+    assert [type(error) for error in found] == [PeerDead]
 
 
 def test_a_value_that_cannot_be_looked_into_fails_its_future(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:

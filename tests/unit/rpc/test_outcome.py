@@ -105,6 +105,20 @@ def test_waits_that_were_in_vain_leave_nothing_behind(monkeypatch: pytest.Monkey
     assert not future._gates
 
 
+def test_a_very_long_wait_has_no_limit() -> None:
+    """On another thread than the main one, Python's own lock refused so many seconds."""
+    future: DerivedFuture[int] = DerivedFuture()
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda s=s: found.append(future.wait(s))) for s in (1e10, float("inf"))]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(future._gates) == 2)
+    future.set_result(7)
+    for thread in threads:
+        thread.join(LONG_S)
+    assert found == [7, 7]
+
+
 def test_every_waiter_is_woken_also_after_one_waited_in_vain() -> None:
     future: DerivedFuture[int] = DerivedFuture()
     with pytest.raises(TimeoutError):
