@@ -126,6 +126,7 @@ class Executor:
         self.tasks: deque[Task] = deque()
         """Tasks that no worker has taken yet; other classes only look whether it is empty."""
         # Re-entrant: while a thread is made under it, a garbage collection may run a destructor that submits a task.
+        # `submit` does not notice that where the collection began in code of others, as in a profiler's `Thread.start`.
         self._lock = threading.RLock()
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()

@@ -131,7 +131,10 @@ class Turns:
             self._leave(task)  # no effect if a coroutine has taken the turn over (`steps`)
 
     def drop(self) -> None:
-        """The node ends: drop the waiting requests. Coroutines and iterators get their turns, to end by themselves."""
+        """The node ends: drop the waiting requests. Coroutines get their turns, to end by themselves.
+
+        Iterators do not wait any more: their calls have been cancelled.
+        """
         while True:
             task, self._next = self._next, None
             if task is not None:
