@@ -427,6 +427,8 @@ class StreamRequest(Request):
             self.function_name: str = f"{self.function_name} (stream, {self.writer.describe()})"  # in traces
         except RpcError:
             self.server.answered(self)  # the reader's node is gone
+        except Exception as unsent:
+            self.fail(unsent)  # there is no memory for the last items or the end, perhaps: the reader waits for them
         else:
             super().answer([None])
 

@@ -17,7 +17,7 @@ from farcall.protocol.streams import WINDOW_BYTES, WINDOW_ITEMS, Part, StreamCre
 from farcall.rpc import node_streams, stream_reading, stream_writing
 from farcall.rpc.node_streams import RETRY_S, Streams
 from farcall.rpc.stream_reading import Reader
-from farcall.rpc.stream_writing import HOLD_S, STREAMS, Writer
+from farcall.rpc.stream_writing import HOLD_S, STREAMS, StreamRequest, Writer
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.node.hooks import Hooks
 from farcall.runtime.peers.peer import Peer
@@ -104,6 +104,17 @@ def test_items_for_which_there_was_no_memory_are_sent_later(
         node.clock.turn_to(clock.now)
     parts = [[decode_part(letter.function) for letter in peer.letters] for peer in peers]
     assert [[(part.first, part.items) for part in of_peer] for of_peer in parts] == [[(0, 1)], [(0, 1)]]
+
+
+def test_a_stream_whose_end_cannot_be_sent_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request had no answer, and the reader waited for ever."""
+    failures: list[BaseException] = []
+    monkeypatch.setattr(StreamRequest, "fail", lambda _, error: failures.append(error))
+    request = StreamRequest.__new__(StreamRequest)
+    request.cancelled = False
+    request.writer = SimpleNamespace(finish=no_memory)  # type: ignore[assignment]
+    request.end(None)
+    assert [type(error) for error in failures] == [MemoryError]
 
 
 def no_memory(*_: Any, **__: Any) -> Any:
