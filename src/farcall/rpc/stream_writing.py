@@ -136,9 +136,9 @@ class Writer:
 
     def put(self, item: Any) -> None:
         """Send ``item`` soon; wait while the reader grants no credit. Raise `Closed` if the stream is closed."""
-        self.put_rest(self.put_nowait(item))
+        self.put_rest(self.put_in_turn(item))
 
-    def put_nowait(self, item: Any) -> _Unsent | None:
+    def put_in_turn(self, item: Any) -> _Unsent | None:
         """Like `put`, but return the item if the reader grants no credit: pickled, nothing changes it any more."""
         segment = self._segment(item)
         try:
@@ -152,7 +152,7 @@ class Writer:
         return None
 
     def put_rest(self, unsent: _Unsent | None) -> None:
-        """Do what `put_nowait` has left to do: wait for credit, and send the item."""
+        """Do what `put_in_turn` has left to do: wait for credit, and send the item."""
         if unsent is None:
             return
         item, segment = unsent
@@ -366,7 +366,7 @@ class StreamRequest(Request):
         turns = self.frame.turns
         if isinstance(source, Iterable):
             if turns is not None:
-                source = turns.items(source, self.writer.put_nowait, self.writer.waiting, self._turn_comes)
+                source = turns.items(source, self.writer.put_in_turn, self.writer.waiting, self._turn_comes)
             self.server.submit(FunctionTask(partial(self._pump, source), self.drop))
         elif isinstance(source, AsyncIterable):
             self.deferred = True
