@@ -17,7 +17,7 @@ from farcall.protocol.weights.messages import Message
 from farcall.rpc.node_streams import Streams
 from farcall.runtime.node import runtime_of
 
-MOST_MODULES = 186
+MOST_MODULES = 187
 """What a plain call needs, and hardly more. A module that only some programs use is imported where they use it."""
 NOT_LOADED = (
     "farcall.channel.device_memory",
