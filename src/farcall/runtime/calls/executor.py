@@ -35,6 +35,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from threading import get_ident
 from time import monotonic, process_time
 from typing import Protocol
 
@@ -128,6 +129,7 @@ class Executor:
         # Re-entrant: while a thread is made under it, a garbage collection may run a destructor that submits a task.
         # `submit` does not notice that where the collection began in code of others, as in a profiler's `Thread.start`.
         self._lock = threading.RLock()
+        self._starting: threading.Thread | None = None  # under the lock: the thread that `_spawn` waits for
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
         self._hunters = 0
@@ -189,8 +191,12 @@ class Executor:
         self.tasks.append(task)
         if self._on_io_thread():
             return  # before_sleep wakes workers
-        if reading.interrupted is not None and is_interrupted():
-            # This thread may hold the lock, or be half-way through what that guards: the I/O thread wakes a worker.
+        starting = self._starting
+        if (reading.interrupted is not None and is_interrupted()) or (
+            starting is not None and starting.ident == get_ident()
+        ):
+            # A destructor. This thread may hold the lock, or be half-way through what that guards; or whoever holds the
+            # lock waits for this thread to begin. The I/O thread wakes a worker.
             self._timer.at(monotonic() + TICK_S)
         elif self._hunters < self._parallelism.most:
             self._rouse()
@@ -248,6 +254,7 @@ class Executor:
         # Counted before it runs: Ctrl-C may come while `start` waits for the thread's first sign of life.
         self._workers.add(worker)
         self._hunters += 1
+        self._starting = worker.thread
         try:
             worker.thread.start()
         except RuntimeError as error:
@@ -258,6 +265,8 @@ class Executor:
             self._timer.at(monotonic() + TICK_S)
         else:
             self._starved = False
+        finally:
+            self._starting = None
 
     def look_in(self, now: float) -> float:
         """On the I/O thread: rouse workers for tasks that wait too long."""

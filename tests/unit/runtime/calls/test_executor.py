@@ -402,3 +402,30 @@ def test_a_destructor_that_submits_may_interrupt_the_executor(module: str) -> No
         assert clock.due < NEVER, "the I/O thread looks whether a worker takes it"
     assert second.done.wait(PATIENCE_S)
     assert executor.stop(PATIENCE_S) == []
+
+
+def test_a_destructor_that_submits_may_delay_the_start_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A garbage collection in the new thread: whoever starts that waits for it, and holds the lock."""
+    clock = Clock()
+    executor = Executor("test", 3, clock.timer)
+    executor._parallelism.most = 3  # as after a while of tasks that leave processors idle
+    executor.start()
+    first, second = Job(lambda: None), Job(lambda: None)
+    submitted = threading.Event()
+
+    def be_interrupted(thread: threading.Thread) -> None:
+        if thread.name.startswith("farcall-worker") and not submitted.is_set():
+            submitted.set()
+            executor.submit(second)
+        plainly(thread)
+
+    plainly = threading.Thread._set_native_id  # type: ignore[attr-defined]
+    monkeypatch.setattr(threading.Thread, "_set_native_id", be_interrupted)
+    caller = threading.Thread(target=executor.submit, args=(first,), daemon=True)
+    caller.start()
+    caller.join(LONG_S)
+    assert not caller.is_alive()
+    assert first.done.wait(PATIENCE_S)
+    assert clock.due < NEVER, "the I/O thread looks whether a worker takes it"
+    assert second.done.wait(PATIENCE_S)
+    assert executor.stop(PATIENCE_S) == []
