@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -114,4 +116,26 @@ def test_what_can_be_imported_goes_by_name(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_worker_without_the_library_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(farcall.errors.FunctionNotFound, match=r"this worker lacks cloudpickle: pip install 'farcall"):
-        code.load_code(b"")
+        code.load_code(b"", importlib.util.MAGIC_NUMBER, platform.python_version())
+
+
+def send_bytecode_of_another_python(rank: int) -> None:
+    if rank == 1:
+        return
+    own = platform.python_version()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.util, "MAGIC_NUMBER", b"\xf3\r\r\n")
+        patch.setattr(platform, "python_version", lambda: "3.99.0")
+        with pytest.raises(
+            farcall.errors.SerializationError,
+            match=rf"Python 3\.99\.0, and this worker runs Python {re.escape(own)}, .*: put it into a module",
+        ):
+            farcall.rpc_sync("w1", lambda: 1)
+        with pytest.raises(farcall.errors.SerializationError, match=r"Python 3\.99\.0"):
+            farcall.rpc_sync("w1", sorted, args=([1, 3, 2],), kwargs={"key": lambda x: -x})
+    assert farcall.rpc_sync("w1", lambda: 1) == 1
+
+
+@needs_cloudpickle
+def test_bytecode_of_another_python_is_refused() -> None:
+    run_cluster(2, send_bytecode_of_another_python)

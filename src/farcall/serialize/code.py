@@ -9,7 +9,8 @@
 A ``__main__`` without a file is a REPL, a notebook or ``python -c``. If ``__main__`` is a file, farcall assumes that
 every worker runs that file: names are quick, and mean the same code everywhere. Without cloudpickle code goes by name
 or not at all; a program that launched its workers is told before anything is sent. Code sent by value is serialized
-anew for each call, so a redefinition takes effect with the next call.
+anew for each call, so a redefinition takes effect with the next call. It is bytecode, so it names the Python that wrote
+it: bytecode of another one would crash the interpreter.
 
 Owns that decision, and the bytes of code. It does not know messages: the reducers of the surrounding message write the
 tensors and references that a closure holds.
@@ -20,6 +21,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
+import platform
 import sys
 from functools import cache
 from typing import Any
@@ -82,7 +84,7 @@ def reduce_code(code: Any, encoding: Encoding) -> Any:
     """Write a function or class by name, as pickle does, or by value."""
     if not goes_by_value(code):
         return NotImplemented
-    return load_code, (_dump(code, encoding),)
+    return load_code, (_dump(code, encoding), importlib.util.MAGIC_NUMBER, platform.python_version())
 
 
 def _dump(code: Any, encoding: Encoding) -> bytes:
@@ -103,8 +105,14 @@ def _dump(code: Any, encoding: Encoding) -> bytes:
     return file.getvalue()
 
 
-def load_code(data: bytes) -> Any:
-    """Load a function or class that the caller sent by value."""
+def load_code(data: bytes, magic_number: bytes, python_version: str) -> Any:
+    """Load a function or class that was sent by value, by a worker with the same bytecode."""
+    if magic_number != importlib.util.MAGIC_NUMBER:
+        raise SerializationError(
+            f"a function or class was sent by value from Python {python_version}, and this worker runs Python "
+            f"{platform.python_version()}, which cannot run such bytecode: put it into a module that both can import "
+            "(it then goes by name), or run the same version of Python on all workers"
+        )
     try:
         cloudpickle: Any = importlib.import_module("cloudpickle")
     except ModuleNotFoundError:
