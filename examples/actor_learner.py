@@ -106,14 +106,14 @@ class Learner:
 
 def learn() -> None:
     learner = Learner()
-    actors: list[Any] = [farcall.remote(name, Actor, args=(seed,)) for seed, name in enumerate(ACTORS)]
-    playing = deque((actor, actor.rpc_async().play(learner.policy.state_dict())) for actor in actors)
+    actors: list[Any] = [farcall.worker(name).create(Actor, seed) for seed, name in enumerate(ACTORS)]
+    playing = deque((actor, actor.start.play(learner.policy.state_dict())) for actor in actors)
     stood = []
     for update in range(UPDATES):
         actor, future = playing.popleft()
         states, pushes, failures = future.wait()
         learner.learn(states, pushes, failures)
-        playing.append((actor, actor.rpc_async().play(learner.policy.state_dict())))
+        playing.append((actor, actor.start.play(learner.policy.state_dict())))
         stood.append(CARTS * STEPS / max(1, int(failures.sum())))
         if update % 10 == 9:
             print(f"after {update + 1} updates: a pole stands for {sum(stood[-10:]) / 10:.0f} steps", flush=True)

@@ -86,12 +86,12 @@ def get_server() -> farcall.RRef[Server]:
 
 
 def train(trainer: int) -> list[float]:
-    server = farcall.rpc_sync("server", get_server)
+    server = farcall.worker("server").call(get_server)
     model = make_model()
     losses = []
     for step in range(STEPS):
         gradients, loss = gradients_of(model, trainer, step)
-        model.load_state_dict(server.rpc_sync().update(trainer, gradients))
+        model.load_state_dict(server.call.update(trainer, gradients))
         losses.append(loss)
     return losses
 

@@ -51,7 +51,7 @@ def get_embedding() -> farcall.RRef[nn.Module]:
 
 
 def train(trainer: int, group: dist.ProcessGroup) -> list[float]:
-    embedding = farcall.nn.RemoteModule.init_from_module_rref("server", farcall.rpc_sync("server", get_embedding))
+    embedding = farcall.nn.RemoteModule.init_from_module_rref("server", farcall.worker("server").call(get_embedding))
     dense = DistributedDataParallel(make_dense(), process_group=group)
     parameters = [farcall.RRef(parameter) for parameter in dense.parameters()]
     local = farcall.optim.DistributedOptimizer(torch.optim.SGD, parameters, lr=0.5)

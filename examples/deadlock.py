@@ -32,7 +32,7 @@ def deposit() -> None:
 def transfer(to: str) -> None:
     with ACCOUNT:
         farcall.barrier(NAMES)  # both accounts are locked now
-        farcall.rpc_sync(to, deposit)  # (1) waits here for the other worker
+        farcall.worker(to).call(deposit)  # (1) waits here for the other worker
 
 
 def run(rank: int, directory: str) -> None:

@@ -64,13 +64,13 @@ def search() -> None:
     choices = [(learning_rate, width) for learning_rate in LEARNING_RATES for width in WIDTHS]
     # Created wherever there is room, here in turn; `remote` returns at once, so they are all created together.
     trials: dict[tuple[float, int], Any] = {
-        choice: farcall.remote(WORKERS[number % len(WORKERS)], Trial, args=choice)
+        choice: farcall.worker(WORKERS[number % len(WORKERS)]).create(Trial, *choice)
         for number, choice in enumerate(choices)
     }
     round_number = 0
     while len(trials) > 1:
         round_number += 1
-        futures = {choice: trial.rpc_async().train(STEPS_A_ROUND) for choice, trial in trials.items()}
+        futures = {choice: trial.start.train(STEPS_A_ROUND) for choice, trial in trials.items()}
         losses = {choice: future.wait() for choice, future in futures.items()}
         best_first = sorted(losses, key=lambda choice: losses[choice])
         for learning_rate, width in best_first:
@@ -79,7 +79,7 @@ def search() -> None:
         for choice in best_first[len(best_first) // 2 :]:
             del trials[choice]  # the last reference to it
     [(choice, winner)] = trials.items()
-    weights = winner.rpc_sync().weights()
+    weights = winner.call.weights()
     numbers = sum(weight.numel() for weight in weights.values())
     print(f"the best: learning rate {choice[0]:g}, width {choice[1]}; its {numbers} weights are here now", flush=True)
     left = wait_until_one_is_left()
@@ -89,7 +89,7 @@ def search() -> None:
 def wait_until_one_is_left() -> int:
     """Freeing takes a moment: nobody waits for it, unless they want to see it."""
     give_up_at = monotonic() + 30.0
-    while (left := sum(farcall.rpc_sync(worker, count_trials) for worker in WORKERS)) > 1:
+    while (left := sum(farcall.worker(worker).call(count_trials) for worker in WORKERS)) > 1:
         assert monotonic() < give_up_at, f"{left} trials were not freed"
         sleep(0.01)
     return left

@@ -59,7 +59,7 @@ class Server:
 
 
 def train(trainer: int) -> list[float]:
-    model = farcall.nn.RemoteModule.init_from_module_rref("server", farcall.rpc_sync("server", Server.get))
+    model = farcall.nn.RemoteModule.init_from_module_rref("server", farcall.worker("server").call(Server.get))
     optimizer = farcall.optim.DistributedOptimizer(torch.optim.SGD, model.remote_parameters(), lr=2.0)
     losses = []
     for step in range(STEPS):

@@ -55,8 +55,8 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train() -> list[float]:
-    stages: list[Any] = [farcall.remote(name, Stage, args=(number,)) for number, name in enumerate(STAGES)]
-    parameters = [rref for stage in stages for rref in stage.rpc_sync().parameters()]
+    stages: list[Any] = [farcall.worker(name).create(Stage, number) for number, name in enumerate(STAGES)]
+    parameters = [rref for stage in stages for rref in stage.call.parameters()]
     optimizer = farcall.optim.DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
     losses = []
     for step in range(STEPS):
@@ -65,7 +65,7 @@ def train() -> list[float]:
             futures = []
             for micro in x.chunk(MICRO_BATCHES):
                 first = stages[0].remote().forward(micro)
-                futures.append(stages[1].rpc_async().forward(first))
+                futures.append(stages[1].start.forward(first))
             loss = nn.functional.mse_loss(torch.cat(torch.futures.wait_all(futures)), wanted)
             farcall.autograd.backward(context_id, [loss])
             optimizer.step(context_id)

@@ -116,21 +116,21 @@ def find_server() -> farcall.RRef[Server]:
 
 
 def train(trainer: int) -> None:
-    server = farcall.rpc_sync("server", find_server, retry=COMES_BACK)
+    server = farcall.worker("server").options(retry=COMES_BACK).call(find_server)
     while True:
         try:
-            number = server.rpc_sync().wait_for_turn(trainer)
+            number = server.call.wait_for_turn(trainer)
             if number is None:
                 return
             points, wanted = batch(number)
             with farcall.autograd.context() as context_id:
-                loss = nn.functional.binary_cross_entropy_with_logits(server.rpc_sync().forward(points), wanted)
+                loss = nn.functional.binary_cross_entropy_with_logits(server.call.forward(points), wanted)
                 farcall.autograd.backward(context_id, [loss])
-                server.rpc_sync().step(number, context_id, loss.item())
+                server.call.step(number, context_id, loss.item())
         except farcall.errors.NetworkError as error:
             # The server died, and with it what the old reference stood for: find the new one.
             print(f"trainer{trainer}: {type(error).__name__}; waiting for the server", flush=True)
-            server = farcall.rpc_sync("server", find_server, retry=COMES_BACK)
+            server = farcall.worker("server").options(retry=COMES_BACK).call(find_server)
 
 
 def join(name: str, directory: str) -> None:
@@ -195,14 +195,14 @@ def main() -> None:
             time.sleep(0.01)
         for name in TRAINERS:
             supervisor.start(name)
-        server = farcall.rpc_sync("server", find_server)
-        server.rpc_sync().wait_for_step(KILL_AT)
+        server = farcall.worker("server").call(find_server)
+        server.call.wait_for_step(KILL_AT)
         os.kill(supervisor.processes["server"].pid or 0, signal.SIGKILL)
-        server = farcall.rpc_sync("server", find_server, retry=COMES_BACK)
-        server.rpc_sync().wait_for_step(STEPS)
+        server = farcall.worker("server").options(retry=COMES_BACK).call(find_server)
+        server.call.wait_for_step(STEPS)
         for name in TRAINERS:
             supervisor.processes[name].join()
-        losses = server.rpc_sync().end()
+        losses = server.call.end()
         supervisor.processes["server"].join()
         farcall.shutdown()
         assert [process.exitcode for process in supervisor.processes.values()] == [0, 0, 0]

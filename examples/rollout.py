@@ -113,7 +113,7 @@ class Training:
         """Begin where the trainer before ended: the rollout workers have its last version."""
         for name in ROLLOUTS:
             try:
-                found, number = farcall.rpc_sync(name, last_version, timeout=PATIENCE_S)
+                found, number = farcall.worker(name).options(timeout=PATIENCE_S).call(last_version)
             except (farcall.errors.NetworkError, farcall.errors.UnknownWorker):
                 continue
             self.policy.load_state_dict(found["policy"])
@@ -244,7 +244,9 @@ def main() -> None:
         def reached(step: int) -> list[float]:
             rewards: list[float] = []
             while len(rewards) < step:
-                rewards = farcall.rpc_sync("trainer", wait_for_step, (step,), timeout=PATIENCE_S, retry=COMES_BACK)
+                rewards = (
+                    farcall.worker("trainer").options(timeout=PATIENCE_S, retry=COMES_BACK).call(wait_for_step, step)
+                )
             return rewards
 
         reached(KILL_ROLLOUT_AT)
@@ -253,7 +255,7 @@ def main() -> None:
         supervisor.kill("trainer")
         rewards = reached(STEPS)
         for name in ("trainer", *ROLLOUTS):
-            farcall.rpc_sync(name, end, retry=COMES_BACK)
+            farcall.worker(name).options(retry=COMES_BACK).call(end)
         for process in supervisor.processes.values():
             process.join()
         farcall.shutdown()
