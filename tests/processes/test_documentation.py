@@ -74,7 +74,7 @@ def test_what_counts_as_the_same_output(shown: tuple[str, ...], output: str, is_
 def test_readme_begins_with_the_way_to_install_it() -> None:
     for page in ("README.md", "docs/index.md"):
         before = (ROOT / page).read_text().partition("```python")[0]
-        assert re.search(r"pip install 'farcall\[cli,notebook\]'", before), page
+        assert re.search(r"pip install '\.\[cli,notebook\]' +# in a checkout", before), page
 
 
 def test_the_compose_file_gives_each_worker_what_it_needs() -> None:
