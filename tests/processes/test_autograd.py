@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -66,6 +67,26 @@ def twin(x: torch.Tensor, times: int) -> tuple[torch.Tensor, torch.Tensor, torch
 # ---------------------------------------------------------------------- calls of every kind
 
 
+let_go = threading.Event()
+
+
+def wait_until_let_go() -> None:
+    assert let_go.wait(PATIENCE_S)
+    let_go.clear()
+
+
+def let_all_go() -> None:
+    let_go.set()
+
+
+def by_callback(make: Callable[[Any], Any], x: torch.Tensor) -> Any:
+    """A call that a callback makes, on another thread: its future is not done when the callback is added."""
+    future = make(farcall.rpc_async("w1", wait_until_let_go))
+    called = future.then(lambda _: farcall.rpc_sync("w1", through_weight, (x,)))
+    farcall.rpc_sync("w1", let_all_go)
+    return called.wait()
+
+
 def one_call_each(rank: int) -> None:
     if rank:
         return
@@ -78,6 +99,9 @@ def one_call_each(rank: int) -> None:
         lambda: farcall.remote("w1", through_weight, (x,)).to_here(),
         lambda: farcall.remote("w0", through_weight, (x,)).to_here(),
         lambda: farcall.remote("w1", torch.nn.Identity).rpc_sync().forward(through_weight(x)),
+        lambda: by_callback(farcall.gather, x),
+        lambda: by_callback(lambda future: future, x),
+        lambda: by_callback(lambda future: future.then(lambda done: done.value()), x),
     ]
     for make in routes:
         with autograd.context() as context_id:

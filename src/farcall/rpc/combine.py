@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Generic, TypeVar, overload
 
 from farcall.rpc.outcome import DerivedFuture, LoopGate, Opens, Outcome, waiting_here
 from farcall.rpc.timeouts import check_wait
+from farcall.runtime.calls.executor import FunctionTask
+from farcall.runtime.io.reader import is_reader
 from farcall.runtime.io.sigint import SLICE_S
 from farcall.runtime.io.timers import NEVER
 
@@ -32,7 +35,7 @@ class Gathered(DerivedFuture[T]):
     """
 
     def __init__(self, futures: tuple[Outcome[Any], ...]) -> None:
-        super().__init__()
+        super().__init__(next((future._node for future in futures if future._node is not None), None))
         self._futures = futures
         self._lock = threading.Lock()
         self._left = len(futures)
@@ -49,10 +52,14 @@ class Gathered(DerivedFuture[T]):
             if self._left < 0 or not (failure is not None or last):
                 return
             self._left = 0  # done: futures that complete later find a negative count and change nothing
-        if failure is not None:
-            self.fail(failure)
+        finish = self._succeed if failure is None else partial(self.fail, failure)
+        if self._has_callbacks and self._node is not None and is_reader():
+            self._node.executor.submit(FunctionTask(finish, finish))  # callbacks are user code
         else:
-            self.set_result(tuple(future.value() for future in self._futures))  # type: ignore[arg-type]
+            finish()
+
+    def _succeed(self) -> None:
+        self.set_result(tuple(future.value() for future in self._futures))  # type: ignore[arg-type]
 
     def cancel(self) -> bool:
         """Cancel all futures that are not done."""

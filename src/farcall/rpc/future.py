@@ -22,15 +22,7 @@ from farcall.errors import Cancelled, RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, Frame
 from farcall.rpc.call import encode_request, read_answer, send
-from farcall.rpc.outcome import (
-    DerivedFuture,
-    Opens,
-    Outcome,
-    check_callable,
-    in_present_context,
-    profiled,
-    running_loop,
-)
+from farcall.rpc.outcome import Opens, Outcome, running_loop
 from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout, check_wait
 from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.pending import PendingCall, name_of
@@ -66,9 +58,8 @@ class Future(Outcome[T], PendingCall):
     def __init__(self, node: Runtime, peer: Peer, what: Callable[..., Any], timeout_s: float) -> None:
         _make_future(self, [])
         self._stamp: Stamp | None = None
-        self._node = node
+        self._node: Runtime = node
         self._frame: Frame | None = None
-        self._has_callbacks = False
         self._waiters: list[Opens] = []
         self.peer = peer
         self.what = what
@@ -128,22 +119,6 @@ class Future(Outcome[T], PendingCall):
         if self._stamp is not None:
             self._stamp.wait()
         return super().value()
-
-    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
-        """Return a future of ``callback(self)``, which runs on a worker thread, or here if this future is done."""
-        check_callable(callback)
-        derived: DerivedFuture[S] = DerivedFuture(self._node.device_list)
-        self._has_callbacks = True
-        torch.futures.Future.add_done_callback(self, in_present_context(derived.completing(profiled(callback))))
-        return derived
-
-    def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
-        """Run ``callback(self)`` when done: on a worker thread, or here if this future is done.
-
-        A callback that is added on a running event loop runs on that loop.
-        """
-        self._has_callbacks = True
-        super().add_done_callback(callback)
 
     def _loop_for_callbacks(self) -> asyncio.AbstractEventLoop | None:
         return running_loop() if self._node.options.inherit else None  # torch.distributed.rpc knows no event loops

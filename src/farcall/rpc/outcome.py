@@ -1,32 +1,41 @@
 """The base of all futures of farcall. It adds to torch's: bounded waits, ``await``, callbacks that can be removed.
 
 Owns the two ways in which a future announces that it is done: callbacks, which are user code, and gates, which only
-wake a waiter. Must not know calls: `future.py` has the future of one call, `combine.py` the futures of several.
+wake a waiter. Every callback, however it was added, runs in the autograd context in which it was added, and on no
+thread that reads a link. Must not know calls: `future.py` has the future of one call, `combine.py` those of several.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeVar
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import torch
 
 from farcall.errors import Cancelled
 from farcall.rpc.timeouts import check_wait
+from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.pending import Waiting
 from farcall.runtime.devices.streams import Stamp, stamp
-from farcall.runtime.io.reader import stop_reading
+from farcall.runtime.io.reader import is_reader, stop_reading
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import runtime_of_thread
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.serialize import RECORDING
+
+if TYPE_CHECKING:
+    from farcall.runtime.node import Runtime
+
+logger: logging.Logger = logging.getLogger("farcall")
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -100,6 +109,9 @@ class Outcome(torch.futures.Future[T]):
     """A torch future with the methods of ``concurrent.futures`` and ``asyncio`` futures."""
 
     _added: list[_Callback] | None = None
+    _has_callbacks = False
+    _node: Runtime | None = None
+    """The node whose workers run the callbacks that its readers must not run."""
 
     def result(self, timeout: float | None = None) -> T:
         """Wait; return the result or raise the error. After ``timeout`` seconds without one, raise ``TimeoutError``."""
@@ -141,7 +153,33 @@ class Outcome(torch.futures.Future[T]):
             if self._added is None:
                 self._added = []
             self._added.append(entry)
-        super().add_done_callback(entry)
+        self._add(entry)
+
+    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
+        """Return a future of ``callback(self)``, which runs on a worker thread, or here if this future is done."""
+        check_callable(callback)
+        derived: DerivedFuture[S] = DerivedFuture(self._node)
+        self._add(derived.completing(in_present_context(profiled(callback))))
+        return derived
+
+    def _add(self, act: Callable[[Any], None]) -> None:
+        """Have ``act(self)`` run when this future is done; here and now if it is done already."""
+        node = self._node
+        adding = [get_ident()]
+
+        # Must not hold this object: a future that is never done would hold itself, through C++.
+        def run(future: Any) -> None:
+            # Mostly the future was completed on a worker, since it has callbacks. But this one may have come when a
+            # reader had looked for some already, and was about to complete it.
+            if node is None or not is_reader() or adding == [get_ident()]:
+                act(future)
+            else:
+                task = partial(_call_back, act, future)
+                node.executor.submit(FunctionTask(task, task))
+
+        self._has_callbacks = True
+        torch.futures.Future.add_done_callback(self, run)
+        adding.clear()
 
     def _loop_for_callbacks(self) -> asyncio.AbstractEventLoop | None:
         """Return the loop for callbacks added by the current code; None: the completing thread runs them."""
@@ -213,10 +251,9 @@ class DerivedFuture(Outcome[T]):
     Mutable: ``_gates``, to open when it is done; ``_opens_gates``, once: has torch's future the callback for that?
     """
 
-    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
-        """``devices``: the node's devices, on which the result may be."""
+    def __init__(self, node: Runtime | None = None) -> None:
         super().__init__()
-        self._devices = devices
+        self._node = node
         self._stamp: Stamp | None = None
         self._gates: list[Opens] = []
         self._opens_gates = False
@@ -227,8 +264,8 @@ class DerivedFuture(Outcome[T]):
         def run(done: Any) -> None:
             try:
                 value = callback(done)
-                if self._devices:
-                    self._stamp = stamp(value, self._devices)
+                if self._node is not None and self._node.device_list:
+                    self._stamp = stamp(value, self._node.device_list)
             except BaseException as error:
                 self.set_exception(_as_runtime_error(error))  # type: ignore[arg-type]
             else:
@@ -272,13 +309,6 @@ class DerivedFuture(Outcome[T]):
             self._stamp.wait()
         return super().value()
 
-    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
-        """Return a future of ``callback(self)``."""
-        check_callable(callback)
-        derived: DerivedFuture[S] = DerivedFuture(self._devices)
-        torch.futures.Future.add_done_callback(self, derived.completing(profiled(callback)))
-        return derived
-
 
 def _open_all(gates: list[Opens], _: object = None) -> None:
     while gates:
@@ -287,6 +317,13 @@ def _open_all(gates: list[Opens], _: object = None) -> None:
         except IndexError:
             return
         gate.open()
+
+
+def _call_back(act: Callable[[Any], None], future: object) -> None:
+    try:
+        act(future)
+    except Exception:  # torch, too, only reports it
+        logger.exception("a callback of a future failed")
 
 
 def check_callable(callback: object) -> None:
@@ -317,13 +354,14 @@ def profiled(callback: Callable[[Any], S]) -> Callable[[Any], S]:
 
 
 def in_present_context(callback: Callable[[Any], S]) -> Callable[[Any], S]:
-    """Wrap ``callback`` to run in this thread's distributed autograd context, if there is one."""
+    """Wrap ``callback`` to run in this thread's distributed autograd context; if there is none, in none."""
     recording = RECORDING.get()
-    if recording is None:
-        return callback
 
     def run(future: Any) -> S:
-        outside = recording.enter()
+        outside = RECORDING.get()
+        if outside is recording:
+            return callback(future)
+        RECORDING.set(recording)
         try:
             return callback(future)
         finally:

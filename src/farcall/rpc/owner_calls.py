@@ -31,6 +31,7 @@ from farcall.protocol.notes import REFUSED
 from farcall.protocol.references.messages import Fork
 from farcall.rpc.call import read_answer, refusal, send
 from farcall.rpc.future import Future
+from farcall.rpc.outcome import DerivedFuture
 from farcall.rpc.owned_values import Owned
 from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.executor import FunctionTask
@@ -189,7 +190,7 @@ class Creation(PendingCall):
         with _lock:
             future = self._future
             if future is None:
-                future = self._future = torch.futures.Future()
+                future = self._future = DerivedFuture(self._references.node)
         if self.arrived:
             self._finish_future()
         return future

@@ -39,6 +39,7 @@ from farcall.protocol.backoff import Backoff
 from farcall.protocol.references.messages import Fork
 from farcall.rpc.call import plain_request
 from farcall.rpc.method_calls import Call, Proxy, Start, call_method, call_method_async, call_method_remote
+from farcall.rpc.outcome import DerivedFuture
 from farcall.rpc.owned_values import Owned, run_backward, wait_for_value
 from farcall.rpc.owner_calls import Creation, ask, ask_async
 from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
@@ -325,10 +326,10 @@ class RRef(Generic[T]):
         future = None if self._type_future is None else self._type_future()
         if future is None or _has_failed(future):
             if self._type is not None:
-                future = torch.futures.Future()
+                future = DerivedFuture(self._references.node)
                 future.set_result(self._type)
             elif self._owned is not None:
-                future = torch.futures.Future()
+                future = DerivedFuture(self._references.node)
                 tell = partial(_tell_type, self._owned, future)
                 if self._owned.ready:
                     tell()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +19,15 @@ from farcall.protocol.frames import RESPONSE, Frame
 from farcall.rpc import future as future_module
 from farcall.rpc import outcome
 from farcall.rpc.call import plain_request, send
+from farcall.rpc.combine import gather
 from farcall.rpc.future import Future
-from farcall.rpc.outcome import DerivedFuture
+from farcall.rpc.outcome import DerivedFuture, Outcome
 from farcall.rpc.retry import Pauses, Retry, RetryingFuture
 from farcall.runtime.calls.pending import CallTable
+from farcall.runtime.io.reader import reading
 from farcall.runtime.node.hooks import Hooks
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import write_value
+from farcall.serialize import RECORDING, write_value
 
 
 class FakePeer(Peer):
@@ -53,6 +56,7 @@ class FakeNode:
     devices = None
     device_list: tuple[()] = ()
     info = WorkerInfo("w0", 0)
+    options = SimpleNamespace(inherit=True)
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -133,9 +137,141 @@ def test_a_value_that_cannot_be_looked_into_fails_its_future(node: Any, monkeypa
     write_value(answer, [1], node.target)
     future._complete(answer)
     assert isinstance(future.exception(), RecursionError)
-    derived: DerivedFuture[int] = DerivedFuture(node.device_list)
+    derived: DerivedFuture[int] = DerivedFuture(node)
     derived.completing(lambda done: 1)(None)
     assert isinstance(derived.exception(), RecursionError)
+
+
+# ---------------------------------------------------------------------- callbacks
+
+
+class Recorded:
+    """As much of an autograd context as a callback can see."""
+
+    def enter(self) -> Any:
+        previous = RECORDING.get()
+        RECORDING.set(self)  # type: ignore[arg-type]
+        return previous
+
+
+def called(node: Any) -> Future[Any]:
+    future: Future[Any] = Future(node, node.target, len, 60.0)
+    send(node.calls, future, plain_request(node.target, b"f"))
+    return future
+
+
+def answer(node: Any, *futures: Future[Any]) -> None:
+    """As the thread that reads the answers."""
+    for future in futures:
+        frame = Frame(RESPONSE)
+        write_value(frame, [7], node.target)
+        future.on_answer(frame)
+
+
+@contextmanager
+def reading_a_link() -> Iterator[None]:
+    reading.link = SimpleNamespace(end_reading=lambda: None)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        reading.link = None
+
+
+MAKING: dict[str, Callable[[Future[Any]], Outcome[Any]]] = {
+    "a call": lambda call: call,
+    "what then gives": lambda call: call.then(lambda done: done.value()),  # type: ignore[dict-item, return-value]
+    "gather": gather,
+    "gather of gather": lambda call: gather(gather(call)),
+    "what then of gather gives": lambda call: gather(call).then(lambda done: done.value()),  # type: ignore[dict-item]
+}
+ADDING: dict[str, Callable[[Any, Callable[[Any], Any]], object]] = {
+    "then": lambda future, callback: future.then(callback),
+    "add_done_callback": lambda future, callback: future.add_done_callback(callback),
+}
+ways = pytest.mark.parametrize(
+    ("make", "add"), [pytest.param(m, a, id=f"{a_} of {m_}") for m_, m in MAKING.items() for a_, a in ADDING.items()]
+)
+
+
+@ways
+def test_every_callback_runs_in_the_context_in_which_it_was_added(node: Any, make: Any, add: Any) -> None:
+    first, second = Recorded(), Recorded()
+    seen: list[object] = []
+    call = called(node)
+    RECORDING.set(first)  # type: ignore[arg-type]
+    try:
+        future = make(call)
+        add(future, lambda _: seen.append(RECORDING.get()))
+        RECORDING.set(None)
+        add(future, lambda _: seen.append(RECORDING.get()))
+        RECORDING.set(second)  # type: ignore[arg-type]
+        add(future, lambda _: seen.append(RECORDING.get()))
+        answer(node, call)
+        node.run_tasks()  # on a thread that is in a context of its own
+        assert seen == [first, None, second]
+        assert RECORDING.get() is second
+        add(future, lambda _: seen.append(RECORDING.get()))
+        assert seen[3:] == [second]
+    finally:
+        RECORDING.set(None)
+
+
+@ways
+def test_no_callback_runs_on_a_thread_that_reads(node: Any, make: Any, add: Any) -> None:
+    seen: list[int] = []
+    call = called(node)
+    future = make(call)
+    for number in range(3):
+        add(future, lambda _, number=number: seen.append(number))
+    with reading_a_link():
+        answer(node, call)
+        assert not seen
+    node.run_tasks()
+    assert seen == [0, 1, 2]
+    with reading_a_link():  # a function that runs there because it is quick: its own callback comes at once
+        add(future, lambda _: seen.append(3))
+    assert seen == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("add", ADDING.values(), ids=list(ADDING))
+def test_no_callback_that_comes_late_runs_on_a_thread_that_reads(
+    node: Any, add: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Added by another thread while the one that reads, which has seen no callback, reads the value."""
+    call = called(node)
+    gathered = gather(call)
+    seen: list[int] = []
+
+    def read_value(*given: Any) -> Any:
+        for future in (call, gathered):
+            add(future, lambda _: seen.append(1))
+        return read_at_once(*given)
+
+    read_at_once = future_module.read_value
+    monkeypatch.setattr(future_module, "read_value", read_value)
+    with reading_a_link():
+        answer(node, call)
+        assert not seen
+    node.run_tasks()
+    assert seen == [1, 1]
+
+
+def test_a_callback_that_fails_on_a_worker_is_reported(
+    node: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = called(node)
+    read_at_once = future_module.read_value
+
+    def read_value(*given: Any) -> Any:
+        call.add_done_callback(lambda _: {}["missing"])
+        return read_at_once(*given)
+
+    monkeypatch.setattr(future_module, "read_value", read_value)
+    with reading_a_link():
+        answer(node, call)
+    node.run_tasks()
+    assert "a callback of a future failed" in caplog.text
+    assert "KeyError: 'missing'" in caplog.text
 
 
 # ---------------------------------------------------------------------- calls that are made again

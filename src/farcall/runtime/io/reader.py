@@ -152,6 +152,12 @@ def in_event_loop() -> bool:
     return True
 
 
+def is_reader() -> bool:
+    """Does the calling thread read a link, or all that nobody else reads? Then it must run no user code."""
+    loop = reading.loop
+    return reading.link is not None or (loop is not None and loop.on_thread())
+
+
 def is_interrupted() -> bool:
     """Does a garbage collection run on this thread, amid farcall's own code? The caller is in a destructor, then."""
     if reading.interrupted is _collections["stop"]:
