@@ -89,3 +89,33 @@ def test_the_secret_of_a_running_cluster_is_changed_and_members_join_in_every_ph
         with pytest.raises(InitError):
             hosts.member("expired", rank, PHASES[0], start_timeout_s=2.0).start()
         call_each_other(members)
+
+
+def test_newcomers_with_the_new_secret_alone_get_in_although_nobody_joined_meanwhile(tmp_path: Path) -> None:
+    """The list in the store was proved with the old secret, before the newcomers' only one existed."""
+    hosts = Hosts(tmp_path)
+    with ExitStack() as stack:
+        founder = hosts.member("w0", 0, PHASES[0])
+        founder.start()
+        stack.callback(founder.shutdown, False)
+        for phase in PHASES[1:]:
+            hosts.put("w0", phase)
+        with hosts.member("late", 1, (NEW,)) as late:
+            call_each_other([founder, late])
+        with pytest.raises(InitError):
+            hosts.member("expired", 2, (OLD,), start_timeout_s=2.0).start()
+
+
+def test_while_members_know_two_secrets_one_is_enough_for_newcomers(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path)
+    with ExitStack() as stack:
+        founder = hosts.member("w0", 0, PHASES[0])
+        founder.start()
+        stack.callback(founder.shutdown, False)
+        rank = 1
+        for phase in PHASES[1:3]:
+            hosts.put("w0", phase)
+            for secret in (NEW, OLD, NEW):
+                with hosts.member(f"late{rank}", rank, (secret,)) as late:
+                    call_each_other([founder, late])
+                rank += 1

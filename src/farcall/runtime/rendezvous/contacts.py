@@ -11,8 +11,8 @@ A newcomer enters the list before it asks. It may found the group only if all en
 entry is a member, or about to become one: all newcomers see the list in one order, so only one of them founds. A member
 stays on the list as long as it lets newcomers in: else one that it lets in could look like any other newcomer to the
 next, which would found a second group. The member of the lowest rank keeps the list up to date (`Upkeep`), so that
-newcomers find a living member. Knows nothing of links or the membership machine; every method of `Contacts` talks to
-the store, and may block as long as that does.
+newcomers find a living member, and proved with today's secrets, so that they can read it. Knows nothing of links or the
+membership machine; every method of `Contacts` talks to the store, and may block as long as that does.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from farcall.runtime.rendezvous.agreement import as_text
 from farcall.runtime.rendezvous.meeting_place import MeetingPlace
 from farcall.runtime.rendezvous.records import Records
 from farcall.runtime.rendezvous.store import StoreLost, is_served
+from farcall.secret import Secret
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -60,6 +61,7 @@ class Contacts:
     def __init__(self, records: Records, attempt: str) -> None:
         self._records = records
         self._key = members_key(attempt)
+        self._proved = b""  # the list as this process last proved or wrote it, with its proofs
         self._static_keys = (f"farcall/{attempt}/generation", f"farcall/{attempt}/0/slot/0")
 
     def enter(self, me: Member) -> Group:
@@ -81,33 +83,54 @@ class Contacts:
         """Remove ``me`` from the list."""
         self.refresh([], lambda incarnation: incarnation == me.incarnation)
 
-    def refresh(self, members: Sequence[Member], is_over: Callable[[int], bool] = lambda incarnation: False) -> Group:
-        """Remove contacts whose incarnation ``is_over``, fill the list up with ``members``, and return it."""
-        before = (self._records.read(self._key) or b"").decode()
+    def refresh(
+        self,
+        members: Sequence[Member],
+        is_over: Callable[[int], bool] = lambda incarnation: False,
+        renews_proofs: bool = False,
+    ) -> Group:
+        """Remove contacts whose incarnation ``is_over``, fill the list up with ``members``, and return it.
+
+        ``renews_proofs``: write it even if only the secrets have changed.
+        """
+        key, records = self._key, self._records
+        before = records.read_sealed(key) or b""
         while True:  # until no other process changed the list between our read and our write
-            group = _read_group(before) if before else Group(secrets.token_hex(8), ())
+            text_before = self._open(before) if before else b""
+            group = _read_group(text_before) if before else Group(secrets.token_hex(8), ())
             contacts = [contact for contact in group.contacts if not is_over(contact.incarnation)]
             known = {contact.incarnation for contact in contacts}
             contacts += [member for member in members if member.incarnation not in known]
             group = msgspec.structs.replace(group, contacts=tuple(contacts[: max(MAX_CONTACTS, len(known))]))
             text = as_text(group)
-            if text == before:
+            sealed = records.proofs.seal(key, text).encode()
+            if sealed == before or (text.encode() == text_before and not renews_proofs):
                 return group
-            found = self._records.replace(self._key, before, text).decode()
-            if found == text:
+            found = records.store.compare_set(key, before.decode(), sealed.decode())
+            if found == sealed:
+                self._proved = sealed
                 return group
-            before = found
+            before = b"" if found == before else found  # a store tells so that it has been deleted
+
+    def _open(self, data: bytes) -> bytes:
+        """The text of the list. What was proved here once stays so: the secret may have changed twice since."""
+        if data != self._proved:
+            self._records.proofs.open(self._key, data)
+            self._proved = data
+        return data.partition(b"\n")[2]
 
 
 class Upkeep:
     """Updates the list after members joined or ended: removes the ended, and fills the list up with others.
 
+    Proves it anew once the file of the secret has changed: else who starts with the new one could not read it.
     Runs on a thread of its own, since a store may block. The first error ends it: the store is dead, and the group goes
     on without one.
     """
 
-    def __init__(self, contacts: Contacts, peers: PeerTable, place: MeetingPlace) -> None:
+    def __init__(self, contacts: Contacts, peers: PeerTable, place: MeetingPlace, secret: Secret) -> None:
         self._contacts = contacts
+        self._secret = secret
         self._place = place
         self._peers = peers
         # Mutable, under the lock: the thread, while it runs, and whether it has to look again.
@@ -135,16 +158,21 @@ class Upkeep:
             thread.join(timeout_s)
 
     def _run(self) -> None:
+        proved: tuple[bytes, ...] = ()
         while not self._stopped.wait(COLLECT_S):
             with self._lock:
-                if not self._again:
+                if not self._again and not self._secret.path:
                     self._thread = None
                     return
-                self._again = False
+                has_news, self._again = self._again, False
+            known = self._secret.values
+            if not has_news and known == proved:
+                continue
+            proved = known
             try:
                 if not is_served(self._place):
                     raise StoreLost(f"{self._place.name} is no longer served")
-                self._contacts.refresh(self._peers.watch.members(), self._peers.is_over)
+                self._contacts.refresh(self._peers.watch.members(), self._peers.is_over, renews_proofs=True)
             except Exception as error:
                 logger.info("no longer updating the list of contacts: %s", error)
                 self._stopped.set()

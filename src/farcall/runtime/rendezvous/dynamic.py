@@ -25,7 +25,7 @@ from random import SystemRandom
 from time import monotonic
 from typing import NamedTuple, Protocol
 
-from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers, RpcError
+from farcall.errors import BadRank, DuplicateName, InitError, MissingPeers, RpcError, WrongSecret
 from farcall.options import RpcBackendOptions
 from farcall.protocol.backoff import Backoff
 from farcall.protocol.connector import Dial, Ended, Goal, Step
@@ -53,6 +53,8 @@ logger: logging.Logger = logging.getLogger("farcall")
 FIRST_CONNECTIONS_S = 5.0
 """How long a newcomer waits for its connections to the others. A bound suffices: calls wait for them in any case."""
 STORE_S = 2.0
+RENEWAL_S = 2.0
+"""How long members may take to prove their list with a secret that came into its file just now."""
 _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.25
 _RANDOM = SystemRandom()  # never draw from the global generator, which programs seed for themselves
@@ -92,17 +94,22 @@ def meet(place: MeetingPlace, me: Member, options: RpcBackendOptions, deadline: 
         return Meeting(place, None, None, "", secret, size=max(0, place.world_size))
 
     def enter(cancelled: threading.Event) -> tuple[KeyStore, Contacts, Group]:
+        renewed = min(deadline, monotonic() + RENEWAL_S)
         while True:
             try:
                 store = open_store(place, deadline, cancelled)
                 contacts = Contacts(Records(store, proofs), place.attempt)
                 return store, contacts, contacts.enter(me)
+            except WrongSecret:
+                if not secret.path or monotonic() >= renewed:
+                    raise
             except (StoreLost, *STORE_ERRORS) as error:
                 if isinstance(error, RpcError):
                     raise
                 if monotonic() + _LONGEST_PAUSE_S >= deadline:
                     raise InitError(f"cannot use the store at {place.name}: {error}") from error
-                cancelled.wait(_LONGEST_PAUSE_S)  # the server of the store ended; it may be restarting
+                # The server of the store ended; it may be restarting.
+            cancelled.wait(_LONGEST_PAUSE_S)
 
     store, contacts, group = in_bounded_time(enter, deadline - monotonic(), place.name)
     return Meeting(place, contacts, store, group.cluster_id, secret)
@@ -369,9 +376,10 @@ class DynamicRendezvous:
         )
         Search(self._meeting, membership.me, self._options, newcomer).run(self._deadline)
         if self.contacts is not None:
-            self._upkeep = Upkeep(self.contacts, peers, self._meeting.place)
-            if self._meeting.members:
-                self._upkeep.poke()  # others may have entered the list while this node was no member
+            self._upkeep = Upkeep(self.contacts, peers, self._meeting.place, membership.secret)
+            if self._meeting.members or membership.secret.path:
+                # Others may have entered the list while this node was no member; and the secret may change.
+                self._upkeep.poke()
         me = watch.me
         listener.become(Hello(me, membership.cluster_id, Listen(admits=True, size=membership.size)))
         newcomer.admits = True

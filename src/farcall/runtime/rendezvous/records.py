@@ -3,8 +3,10 @@
 Owns the secret of a member that was given none (`secret_of`), the proofs (`Proofs`), and a store that checks them
 (`Records`). A record is
 
-    64 hexadecimal digits     HMAC-SHA256, under a key made from the secret, of the record's key and text
-    text                      JSON
+    64 or 128 hexadecimal digits    HMAC-SHA256, under a key made from each of the writer's secrets, of the record's key
+                                    and text: during a change of the secret readers may know only one of the two
+    a line feed
+    text                            JSON
 
 so an attacker who reaches the store without the secret can remove records, or bring old ones back, but can neither
 alter one nor move it to another key. Readers guard themselves against old records: every member confirms only a table
@@ -74,20 +76,17 @@ class Proofs:
         self._keys: dict[bytes, bytes] = {}  # secret -> the key derived from it; at most two secrets at a time
 
     def seal(self, key: str, text: str) -> str:
-        """``text`` with its proof, to store under ``key``."""
-        return self.seals(key, text)[0]
-
-    def seals(self, key: str, text: str) -> list[str]:
-        """``text`` with each proof that it may have in the store: during a change of the secret two are valid."""
-        return [self._of(key, text, secret) + text for secret in self._secret.values]
+        """``text`` with a proof by each secret that is good now, to store under ``key``."""
+        return "".join(self._of(key, text, secret) for secret in self._secret.values) + "\n" + text
 
     def open(self, key: str, data: bytes) -> bytes:
         """The text of the record ``data`` under ``key``; raises ``WrongSecret``."""
-        proof, text = data[:_PROOF_CHARACTERS], data[_PROOF_CHARACTERS:]
+        head, _, text = data.partition(b"\n")
         readable = text.decode("utf-8", "replace")
-        if not any(
-            hmac.compare_digest(proof, self._of(key, readable, secret).encode()) for secret in self._secret.values
-        ):
+        ours = [self._of(key, readable, secret).encode() for secret in self._secret.values]
+        theirs = [head[:_PROOF_CHARACTERS], head[_PROOF_CHARACTERS:]]
+        is_whole = len(head) in (_PROOF_CHARACTERS, 2 * _PROOF_CHARACTERS)
+        if not is_whole or not any(hmac.compare_digest(proof, own) for proof in theirs for own in ours):
             raise self._unproved(key, text)
         return text
 
@@ -117,19 +116,23 @@ class Records:
 
     def __init__(self, store: KeyStore, proofs: Proofs) -> None:
         self.store = store
-        self._proofs = proofs
+        self.proofs: Proofs = proofs
 
     def read(self, key: str) -> bytes | None:
         """The record under ``key``, or None. Does not wait for a missing one, as ``get`` would."""
+        data = self.read_sealed(key)
+        return None if data is None else self.proofs.open(key, data)
+
+    def read_sealed(self, key: str) -> bytes | None:
+        """The same, with its proofs, which are not checked."""
         if not self.store.check([key]):
             return None
         try:
-            data = self.store.get(key)
+            return self.store.get(key)
         except STORE_ERRORS:
             if self.store.check([key]):
                 raise
             return None  # deleted between ``check`` and ``get``
-        return self._proofs.open(key, data)
 
     def read_all(self, keys: Sequence[str]) -> list[bytes] | None:
         """The records under ``keys``, or None if one is missing."""
@@ -142,7 +145,7 @@ class Records:
             if self.store.check(wanted):
                 raise
             return None  # one was deleted after ``check``
-        return [self._proofs.open(key, data) for key, data in zip(wanted, found, strict=True)]
+        return [self.proofs.open(key, data) for key, data in zip(wanted, found, strict=True)]
 
     def there(self, keys: list[str]) -> list[str]:
         """The ``keys`` that exist. Bisects: one request if all exist, few if most do."""
@@ -163,20 +166,24 @@ class Records:
             if data == _NOTHING.encode():
                 continue
             try:
-                records[key] = self._proofs.open(key, data)
+                records[key] = self.proofs.open(key, data)
             except WrongSecret as error:
                 records[key] = error
         return records
 
     def write(self, key: str, text: str) -> None:
         """Store a record under ``key``, over whatever it holds."""
-        self.store.set(key, self._proofs.seal(key, text))
+        self.store.set(key, self.proofs.seal(key, text))
 
     def replace(self, key: str, before: str, text: str) -> bytes:
         """Store a record under ``key`` if it holds ``before`` ("": nothing); return what it holds afterwards."""
-        sealed = self._proofs.seal(key, text)
-        for expected in self._proofs.seals(key, before) if before else [""]:
-            found = self._proofs.open(key, self.store.compare_set(key, expected, sealed))
+        sealed_before = b""
+        if before:  # with whatever proofs
+            sealed_before = self.store.compare_set(key, _NOTHING, _NOTHING)
+            if sealed_before == _NOTHING.encode():
+                return before.encode()  # just deleted: who asks again learns it
+            found = self.proofs.open(key, sealed_before)
             if found.decode() != before:
-                break  # else it is still ``before``, sealed with the other secret
-        return found
+                return found
+        sealed = self.proofs.seal(key, text)
+        return self.proofs.open(key, self.store.compare_set(key, sealed_before.decode(), sealed))

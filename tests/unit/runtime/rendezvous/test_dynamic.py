@@ -216,3 +216,42 @@ def test_only_members_change_the_list_and_its_id_tells_nothing_of_the_secret() -
     store.set("farcall/0/members", b"\x00" * 64 + store.get("farcall/0/members")[64:])
     with pytest.raises(WrongSecret):
         entered(store, secret)
+
+
+class Changing(Secret):
+    """A secret as it is read from a file that changes."""
+
+    __slots__ = ("known",)
+
+    @property
+    def values(self) -> tuple[bytes, ...]:
+        return self.known
+
+
+def test_the_list_is_proved_with_all_secrets_that_its_writer_knows() -> None:
+    store, secret = dist.HashStore(), Changing(path="")
+    old, new = b"what the members have", b"what they will have"
+    secret.known = (old,)
+    contacts = ContactList(Records(store, Proofs(secret, True, "here")), "0")
+    contacts.enter(ME)
+    secret.known = (old, new)
+    contacts.refresh([ME])
+    with pytest.raises(WrongSecret):
+        entered(store, new)
+    contacts.refresh([ME], renews_proofs=True)
+    for one in (old, new):
+        assert entered(store, one).contacts == (ME,)
+
+
+def test_a_list_that_was_proved_once_is_proved_anew_however_often_the_secret_changed() -> None:
+    store, secret = dist.HashStore(), Changing(path="")
+    secret.known = (b"what the members had",)
+    contacts = ContactList(Records(store, Proofs(secret, True, "here")), "0")
+    contacts.enter(ME)
+    secret.known = (b"what they have now",)
+    assert contacts.refresh([MEMBER]).contacts == (ME, MEMBER)
+    assert entered(store, b"what they have now").contacts == (ME, MEMBER)
+    entered(store, b"what they have now", Member("other", 2, 0x2F))
+    secret.known = (b"what they have later",)
+    with pytest.raises(WrongSecret):
+        contacts.refresh([MEMBER])
