@@ -22,7 +22,7 @@ from torch.autograd.profiler import record_function
 from farcall.autograd.context import Context
 from farcall.autograd.functions import root_edges
 from farcall.autograd.passes import LocalPass, Message, Port
-from farcall.autograd.replicas import watch_replicas
+from farcall.autograd.replicas import find_replicas, warn_of_frozen_replicas, watch_replicas
 from farcall.errors import RpcError
 from farcall.protocol.gradients import PartFailed, PassFailed, ReleaseContext, StartPass, WorkerLost
 from farcall.runtime.observing.profiling import is_profiled
@@ -54,7 +54,9 @@ class Contexts:
         self.next_message_id: Callable[[], int] = count(first).__next__
         self._gone: set[int] = set()
         self._gone_origins: set[int] = set()
-        self._watches_replicas = False
+        self._knows_replicas = False
+        watch_replicas()
+        find_replicas()
         self.running: set[LocalPass] = set()
         """The passes of this worker's calls of `backward` that run now."""
 
@@ -68,16 +70,17 @@ class Contexts:
                 "Already have an autograd context id for this thread: contexts do not nest; leave that one first, or "
                 "use it"
             )
-        if not self._watches_replicas:
-            self._watch_replicas()
+        if not self._knows_replicas:
+            self._look_for_replicas()
         context_id = self._next_context_id()
         context = self._contexts[context_id] = Context(context_id, self)
         RECORDING.set(context)
         return context
 
-    def _watch_replicas(self) -> None:
-        watch_replicas()  # not before the first context: most programs have neither contexts nor replicas
-        self._watches_replicas = True
+    def _look_for_replicas(self) -> None:
+        find_replicas()  # again: no hook sees those that are copied or unpickled
+        warn_of_frozen_replicas()
+        self._knows_replicas = True
 
     def current(self) -> Context:
         """Return the context of this node that the thread is in."""
@@ -99,8 +102,8 @@ class Contexts:
         """Return the context with that id; make it if necessary. None: it was released, or its opener is gone."""
         context = self._contexts.get(context_id)
         if context is None:
-            if not self._watches_replicas:
-                self._watch_replicas()
+            if not self._knows_replicas:
+                self._look_for_replicas()
             with self._lock:
                 if context_id in self._released or context_id >> _ID_BITS in self._gone_origins:
                     return None

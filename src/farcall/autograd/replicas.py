@@ -5,14 +5,16 @@ before the accumulators. So when a worker's part is finished, the gradients of e
 through their accumulators in a small pass of their own, with the user's `.grad` set aside: the reducer averages them
 as usual, and the result goes to the context. Communication does not overlap with the part's computation.
 
-A parameter does not tell whether it is replicated, so a hook registers replicated modules when they are built. They are
-reduced in that order, the same on all ranks. `static_graph=True` raises an error: it reduces at the end of the pass
-that computes the gradients.
+A parameter does not tell whether it is replicated, so a hook, which begins with farcall, registers replicated modules
+when they are built; those built before are looked for among the objects that the garbage collector lists. They are
+reduced in the order in which they were built, the same on all ranks. `static_graph=True` raises an error: it reduces at
+the end of the pass that computes the gradients.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -23,27 +25,52 @@ from torch.nn.parallel import DistributedDataParallel
 
 from farcall.autograd.leaves import register_own_hook
 
+logger: logging.Logger = logging.getLogger("farcall")
 LeafGradients = dict[torch.Tensor, torch.Tensor]
 
 # State of the process, because modules belong to no node. Weak keys: the table must not keep a module alive.
 REPLICAS: Final[WeakKeyDictionary[DistributedDataParallel, threading.Lock]] = WeakKeyDictionary()
 _watching = threading.Lock()
 _is_watching = False
+_may_miss = False
+"""Were there frozen objects, perhaps replicated modules among them, when the hook began?"""
 
 
 def watch_replicas() -> None:
-    """Register all replicated modules that exist, and from now on every new one."""
-    global _is_watching
+    """Register every replicated module that is built from now on."""
+    global _is_watching, _may_miss
     with _watching:
-        if _is_watching:
-            return
-        _is_watching = True
-        register_own_hook(lambda: register_module_module_registration_hook(_note))
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        # This takes tens of milliseconds; without a process group no replicated module can exist.
-        for thing in gc.get_objects():
-            if type(thing) is DistributedDataParallel:
+        if not _is_watching:
+            _is_watching = True
+            _may_miss = _has_processes() and gc.get_freeze_count() > 0
+            register_own_hook(lambda: register_module_module_registration_hook(_note))
+
+
+def find_replicas() -> None:
+    """Register the replicated modules that exist; it takes tens of milliseconds if there may be any."""
+    if not _has_processes():
+        return
+    for generation in (2, 1, 0):  # the oldest first, as on all other ranks
+        for thing in gc.get_objects(generation):
+            if issubclass(type(thing), DistributedDataParallel):  # not isinstance, which asks proxies
                 REPLICAS.setdefault(thing, threading.Lock())
+
+
+def warn_of_frozen_replicas() -> None:
+    """The first context: warn, once, if `find_replicas` may have overlooked some."""
+    global _may_miss
+    if _may_miss:
+        _may_miss = False
+        logger.warning(
+            "gc.freeze() was called before init_rpc, and there was a process group: a DistributedDataParallel built "
+            "before that is not found, and its gradients are not averaged in autograd contexts. Call gc.freeze(), or "
+            "build the replica, after init_rpc"
+        )
+
+
+def _has_processes() -> bool:
+    """Is there a process group? Without one no replicated module can be built."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _note(module: torch.nn.Module, name: str, submodule: torch.nn.Module | None) -> None:

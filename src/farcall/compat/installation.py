@@ -128,6 +128,9 @@ def _put_in_place() -> None:
     for name, (old, new) in replacements.items():
         _replace(name, old, new)
     _undo.extend(patches.apply())
+    from farcall.autograd.replicas import watch_replicas
+
+    watch_replicas()  # from here on: a program may build replicas long before init_rpc
     _undo.append(_take_along())
 
 

@@ -1,7 +1,10 @@
 """Replicated modules in a context, reduced by a hook that halves and communicates nothing."""
 
+import gc
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from tests.unit.autograd.cluster import Network
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from farcall.autograd import replicas
 from farcall.errors import RpcError
 
 
@@ -77,13 +81,56 @@ def test_a_static_graph_is_refused() -> None:
         network.workers[0].backward(context.id, [replica(torch.ones(3)).sum()])
 
 
-@pytest.mark.usefixtures("two_ranks")
-def test_a_module_built_before_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from farcall.autograd import replicas
+class Derived(DistributedDataParallel):
+    """Many programs have such a class."""
 
-    monkeypatch.setattr(replicas, "_note", lambda *_: None)
-    replica = DistributedDataParallel(torch.nn.Linear(3, 1))
-    replicas.REPLICAS.pop(replica, None)
+
+@pytest.fixture
+def not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has neither called init_rpc nor installed farcall."""
+    monkeypatch.setattr(torch.nn.modules.module, "_global_module_registration_hooks", OrderedDict())
+    monkeypatch.setattr(replicas, "REPLICAS", WeakKeyDictionary())
     monkeypatch.setattr(replicas, "_is_watching", False)
-    Network(1).workers[0].admit(1)  # the first context
-    assert replica in replicas.REPLICAS
+    monkeypatch.setattr(replicas, "_may_miss", False)
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)  # the tests' own process is frozen
+
+
+@pytest.mark.usefixtures("two_ranks", "not_begun")
+def test_modules_built_before_are_found_in_their_order() -> None:
+    first = Derived(torch.nn.Linear(3, 1))
+    gc.collect()  # it is older now, by the collector's count
+    second = DistributedDataParallel(torch.nn.Linear(3, 1))
+    Network(1)  # init_rpc
+    assert [one for one in replicas.REPLICAS if one in {first, second}] == [first, second]
+
+
+@pytest.mark.usefixtures("two_ranks", "not_begun")
+def test_modules_built_after_are_noted_at_once() -> None:
+    network = Network(1)
+    built = Derived(torch.nn.Linear(3, 1))
+    assert built in replicas.REPLICAS
+    replicas.REPLICAS.clear()  # as if no hook had seen it: a copy, say
+    network.workers[0].admit(1)  # the first context
+    assert built in replicas.REPLICAS
+
+
+@pytest.mark.usefixtures("two_ranks", "not_begun")
+def test_of_what_may_be_frozen_the_first_context_warns_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)
+    network = Network(2)
+    assert not caplog.records
+    for worker in network.workers:
+        worker.release(worker.new_context().id)
+    assert ["gc.freeze" in text for text in caplog.messages] == [True]
+
+
+@pytest.mark.usefixtures("not_begun")
+def test_what_was_frozen_before_there_was_a_process_group_is_no_replica(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)
+    network = Network(1)
+    network.workers[0].release(network.workers[0].new_context().id)
+    assert not caplog.records
