@@ -11,6 +11,7 @@ Python returns as a named tuple.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -56,6 +57,16 @@ def name_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | No
     return encode_function(func)
 
 
+@cache
+def _operators() -> frozenset[str]:
+    """The names that torch's dispatcher knows.
+
+    TorchScript has a builtin's name for `torch.tensor` and `torch.get_num_threads`, too, with other schemas, or with none.
+    """
+    names = (name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names())
+    return frozenset(name for name in names if name.startswith("aten::"))
+
+
 def _name_script(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes | None:
     _check(func.schema, *args, **kwargs)
     return encode_function(func)
@@ -65,7 +76,7 @@ def _name_overload(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if installed_pickler() is not None or getattr(func, "__module__", None) == "math":
         return None
     name: str | None = torch.jit._builtins._find_builtin(func)  # type: ignore[no-untyped-call]
-    if name is None or not name.startswith("aten::"):
+    if name is None or name not in _operators():
         return None
     if _ONLY_IN_PYTHON.intersection(kwargs) or (args and all(isinstance(one, int) for one in args)):
         return None

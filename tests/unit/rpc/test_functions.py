@@ -81,6 +81,8 @@ def test_an_operator_is_named_with_its_overload(
         (torch.ones, ((2, 3),), {"requires_grad": True}),
         (torch.max, (ONES, 0), None),  # two results, which have names
         (math.floor, (1.5,), None),
+        (torch.tensor, ([1.0, 2.0],), None),  # TorchScript's operator of that name takes no list of floats
+        (torch.get_num_threads, (), None),  # TorchScript knows the name, and no schema
     ],
 )
 def test_what_only_python_knows_goes_by_path(function: Any, args: tuple[Any, ...], kwargs: Any) -> None:
