@@ -36,6 +36,7 @@ from farcall.serialize import Allowance, restrict, use_rpc_pickler
 
 if TYPE_CHECKING:
     from farcall.observe.metrics import Metrics
+    from farcall.rpc.handles import Target
     from farcall.rpc.retry import Retry
     from farcall.weights.publication import Publication
     from farcall.weights.subscription import Subscription
@@ -331,7 +332,7 @@ def _rref_context_get_debug_info() -> dict[str, str]:
 
 
 def all_gather(
-    value: T, worker_names: Iterable[str] | None = None, timeout: float | None = UNSET_TIMEOUT
+    value: T, worker_names: Iterable[Target] | None = None, timeout: float | None = UNSET_TIMEOUT
 ) -> dict[str, T]:
     """Every worker's ``value`` by name; all of ``worker_names`` (or all there are) must call this equally often."""
     from farcall.rpc.gather import gather
@@ -339,7 +340,7 @@ def all_gather(
     return gather(current_runtime(), value, worker_names, timeout)
 
 
-def barrier(worker_names: Iterable[str] | None = None, timeout: float | None = UNSET_TIMEOUT) -> None:
+def barrier(worker_names: Iterable[Target] | None = None, timeout: float | None = UNSET_TIMEOUT) -> None:
     """Return when all of ``worker_names`` (or all there are) have called this."""
     all_gather(None, worker_names, timeout)
 

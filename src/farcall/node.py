@@ -43,7 +43,7 @@ from farcall.serialize.allowance import read_table
 
 if TYPE_CHECKING:
     from farcall.observe.metrics import Metrics
-    from farcall.rpc.handles import Worker
+    from farcall.rpc.handles import Target, Worker
     from farcall.rpc.node_streams import Streams
     from farcall.rpc.retry import Retry
     from farcall.weights.node import Weights
@@ -315,14 +315,14 @@ class Node:
         return self._runtime.member_events.iterate()
 
     def all_gather(
-        self, value: T, worker_names: Iterable[str] | None = None, timeout: float | None = UNSET_TIMEOUT
+        self, value: T, worker_names: Iterable[Target] | None = None, timeout: float | None = UNSET_TIMEOUT
     ) -> dict[str, T]:
         """Every worker's ``value`` by name; all of ``worker_names`` (or all there are) must call this equally often."""
         from farcall.rpc.gather import gather
 
         return gather(self._runtime, value, worker_names, timeout)
 
-    def barrier(self, worker_names: Iterable[str] | None = None, timeout: float | None = UNSET_TIMEOUT) -> None:
+    def barrier(self, worker_names: Iterable[Target] | None = None, timeout: float | None = UNSET_TIMEOUT) -> None:
         """Return when all of ``worker_names`` (or all there are) have called this."""
         self.all_gather(None, worker_names, timeout)
 

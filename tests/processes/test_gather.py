@@ -37,6 +37,9 @@ def gather_all(rank: int) -> None:
     for _ in range(5):
         farcall.barrier(everyone)
     farcall.barrier(mine)
+    farcall.barrier([farcall.worker(name) for name in mine])  # as handles, ranks and the like name them, too
+    farcall.barrier([farcall.get_worker_info(name) for name in mine])
+    farcall.barrier([int(name[1:]) for name in mine])
     assert farcall.all_gather(rank, [f"w{rank}"]) == {f"w{rank}": rank}
     with pytest.raises(RpcError, match=f"w{rank} is not one"):
         farcall.all_gather(rank, everyone - {f"w{rank}"})

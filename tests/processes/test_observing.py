@@ -140,6 +140,22 @@ def test_prometheus_is_served_on_a_port_of_choice() -> None:
         assert f'farcall_call_seconds_count{{function="echo",peer="w{1 - rank}",worker="w{rank}"}} 1.0' in text
 
 
+def where_scraped(rank: int) -> int:
+    assert f'worker="w{rank}"' in scraped(rank)
+    port = current_runtime().part(Observability).metrics_port
+    assert port is not None
+    return port
+
+
+def test_workers_of_one_host_with_one_port_serve_metrics_next_to_each_other() -> None:
+    pytest.importorskip("prometheus_client")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        wanted = int(taken.getsockname()[1])
+        ports = run_cluster(2, where_scraped, observing=ObservingOptions(metrics_port=wanted))
+    assert len({wanted, *ports}) == 3
+    assert min(ports) > wanted
+
+
 def traced(rank: int) -> list[tuple[str, str, int, int, int]]:
     """(name, kind, trace, span, parent) of every span of this process."""
     from opentelemetry import trace

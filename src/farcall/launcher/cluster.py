@@ -19,7 +19,6 @@ import os
 import pickle
 import secrets
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, suppress
@@ -35,6 +34,7 @@ from farcall.launcher.engine import Engine, WorkerSpec
 from farcall.launcher.launch import check_number
 from farcall.launcher.lives import Restarts, State
 from farcall.launcher.output import Output, WorkerOutput
+from farcall.launcher.own_folder import OwnFolder
 from farcall.launcher.parcel import Parcel
 from farcall.launcher.supervisor import END_S, Supervised, Supervisor
 from farcall.launcher.table import LiveTable
@@ -110,7 +110,7 @@ class Cluster:
         self._ending = threading.RLock()  # held by the thread that ends the cluster, or by its signal handler
         self._is_over = False
         self._process = os.getpid()
-        self._place = tempfile.TemporaryDirectory(prefix="farcall-launch-")
+        self._place = OwnFolder("farcall-launch-")
         init_method = f"file://{quote(self._place.name)}/store"
         common = options.replace(secret=self._secret, secret_file=None)
         advertise = options.advertise or engine.driver_host

@@ -54,7 +54,10 @@ class Observability:
             server = MetricsServer(runtime, observing.metrics_host, observing.metrics_port, tls)
             runtime.hooks.ended.append(server.close)
             self.metrics_port = server.port
-            logger.info("%s serves metrics on port %d", runtime.info.name, server.port)
+            is_another = observing.metrics_port not in (0, server.port)
+            why = f": another process has port {observing.metrics_port}" if is_another else ""
+            level = logging.WARNING if is_another else logging.INFO  # whoever scrapes has to know
+            logger.log(level, "%s serves metrics on port %d%s", runtime.info.name, server.port, why)
         if observing.dashboard_port is not None:
             self._serve_dashboard(observing.dashboard_port)
 

@@ -8,6 +8,7 @@ request; no state is kept between requests. Uses ``prometheus-client``, which is
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from errno import EADDRINUSE
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -20,6 +21,9 @@ from farcall.runtime.observing.counters import BOUNDS_S
 from farcall.runtime.rendezvous.addresses import is_loopback
 from farcall.transport.tls import Tls
 
+_NEIGHBOURS = 1000
+"""Ports above the requested one that are tried: all workers of a host have the same option."""
+_LAST_PORT = 65535
 _EVERY = 8
 """How many fine buckets make one bucket here: two octaves, 16 buckets per function and peer."""
 
@@ -43,14 +47,18 @@ class MetricsServer:
             encode, kind = choose_encoder(request.accept)
             return Answer(encode(registry), kind)
 
-        try:
-            is_open = tls is None or not tls.serves_web() or is_loopback(host)
-            protect = None if tls is None or is_open else partial(tls.web, for_members=True)
-            self._server = WebServer("farcall-metrics", host, port, answer, protect=protect)
-        except OSError as error:
-            raise InitError(f"cannot serve metrics on {host}:{port} (option metrics_port): {error}") from error
+        is_open = tls is None or not tls.serves_web() or is_loopback(host)
+        protect = None if tls is None or is_open else partial(tls.web, for_members=True)
+        last = min(port + _NEIGHBOURS, _LAST_PORT) if port else 0
+        for tried in range(port, last + 1):
+            try:
+                self._server = WebServer("farcall-metrics", host, tried, answer, protect=protect)
+                break
+            except OSError as error:
+                if error.errno != EADDRINUSE or tried == last:
+                    raise InitError(f"cannot serve metrics on {host}:{tried} (option metrics_port): {error}") from error
         self.port: int = self._server.port
-        """The port that was requested, or that the system chose."""
+        """The port that was requested, or the next free one where another process has it, or the system's choice."""
 
     def close(self) -> None:
         """Stop serving."""

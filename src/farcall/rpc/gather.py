@@ -23,6 +23,7 @@ import torch
 from farcall.errors import Delivery, PeerDead, RpcError, RpcTimeout
 from farcall.rpc.call import call_sync
 from farcall.rpc.functions import async_execution
+from farcall.rpc.handles import Target, handle_of
 from farcall.rpc.outcome import copied
 from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.executor import FunctionTask
@@ -147,10 +148,10 @@ def _contribute(
     return node.part(_Gathers).contribute(group, number, name, value, timeout_s)
 
 
-def gather(node: Runtime, value: T, names: Iterable[str] | None, timeout_s: float | None) -> dict[str, T]:
-    """Contribute ``value`` and return the values of all ``names``. Raises if this node is not one of them."""
+def gather(node: Runtime, value: T, chosen_workers: Iterable[Target] | None, timeout_s: float | None) -> dict[str, T]:
+    """Contribute ``value`` and return the values of all who were chosen. Raises if this node is not one of them."""
     members = {info.name for info in node.workers()}
-    chosen = members if names is None else set(names)
+    chosen = members if chosen_workers is None else {handle_of(node, one).name for one in chosen_workers}
     if node.info.name not in chosen:
         raise RpcError(f"{node.info.name} is not one of the workers of this gather: {', '.join(sorted(chosen))}")
     unknown = chosen - members

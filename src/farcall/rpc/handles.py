@@ -8,7 +8,7 @@ same functions; handles add precise types and take the arguments of the called f
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeAlias, TypeVar, overload
 
 import torch
 
@@ -193,20 +193,24 @@ def _check_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     return dict(metadata)
 
 
-def worker(to: str | int | WorkerInfo) -> Worker:
-    """Return a handle of the worker ``to``: a name, a `WorkerInfo`, or the rank of a member.
+Target: TypeAlias = str | int | WorkerInfo | Worker
+"""What names a worker: its name, its rank, its `WorkerInfo`, or a handle."""
+
+
+def worker(to: Target) -> Worker:
+    """Return a handle of the worker ``to``: a name, a `WorkerInfo`, a member's rank, or a handle, without its options.
 
     The name need not belong to a member yet: each call looks it up.
     """
     return handle_of(None, to)
 
 
-def handle_of(node: Runtime | None, to: str | int | WorkerInfo) -> Worker:
+def handle_of(node: Runtime | None, to: Target) -> Worker:
     """Return a handle of the worker ``to`` that calls from ``node``. None: from the node current at each call."""
-    if isinstance(to, WorkerInfo):
+    if isinstance(to, (WorkerInfo, Worker)):
         return Worker(to.name, node=node)
     if isinstance(to, int):
         return Worker((node or current_runtime()).peer(to).info.name, node=node)
     if not isinstance(to, str):
-        raise TypeError(f"a worker is named by a str, a rank or a WorkerInfo, not by {type(to).__name__}")
+        raise TypeError(f"a worker is named by a str, a rank, a WorkerInfo or a handle, not by {type(to).__name__}")
     return Worker(to, node=node)

@@ -61,7 +61,7 @@ def name_function(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | No
 def _operators() -> frozenset[str]:
     """The names that torch's dispatcher knows.
 
-    TorchScript has a builtin's name for `torch.tensor` and `torch.get_num_threads`, too, with other schemas, or with none.
+    TorchScript also has names for `torch.tensor` and `torch.get_num_threads`, with other schemas, or with none.
     """
     names = (name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names())
     return frozenset(name for name in names if name.startswith("aten::"))
