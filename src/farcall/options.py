@@ -169,8 +169,8 @@ class ObservingOptions(_Checked):
             by a file that only this user may read. With the cluster's secret it can be observed in any case.
         runtime_directory: the directory of those files. Default: ``FARCALL_RUNTIME_DIRECTORY``, else ``farcall`` in
             ``XDG_RUNTIME_DIR``, else ``farcall-<user number>`` in the directory for temporary files.
-        metrics_port: serve metrics there in Prometheus' text format, or at the next free port where another worker of the
-            host is there already (the log says which); 0 lets the system choose. Needs
+        metrics_port: serve metrics there in Prometheus' text format, or at the next free port where another process has
+            that one (the log says which); 0 lets the system choose. Needs
             ``pip install 'farcall[metrics]'``. Default: ``FARCALL_METRICS_PORT``, else none are served.
         metrics_host: the address to serve them on. Where it is not loopback and there are certificates (``tls``), over
             TLS, to clients with one of the same authority; else to everybody.

@@ -1,4 +1,4 @@
-"""A temporary directory of one process; a later one removes those of processes that a signal ended too soon for that."""
+"""A temporary directory of one process; a later one removes those of processes that a signal ended too soon."""
 
 from __future__ import annotations
 
