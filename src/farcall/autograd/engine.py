@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from farcall.autograd.functions import ACCUMULATE, RECEIVE, Edge, Node, Reached
 from farcall.autograd.leaves import Leaves, add_gradients, feed, is_watched
-from farcall.autograd.nodes import CHECKPOINT, Gradients, Roots, run_engine
+from farcall.autograd.nodes import Gradients, Roots, is_checkpoint, run_engine
 from farcall.autograd.phases import Answers, Heard, Phases
 
 _MOST_UNHEARD = 32
@@ -109,7 +109,7 @@ class LocalGraph:
                 elif kind is RECEIVE:
                     sinks[edge] = None  # by edge: each output of a receive has its own gradient
                     is_due = True
-                elif kind is CHECKPOINT:
+                elif is_checkpoint(kind):
                     return False
                 else:
                     seen.add(node)

@@ -12,7 +12,8 @@ torch allows only outside `inputs=` passes, and which would add the gradients of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -28,7 +29,13 @@ RunInner = Callable[[Roots, Sequence[Edge]], Gradients]
 _new_tuple: Any = tuple.__new__  # quicker than GradientEdge's own __new__, a Python function
 _run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 
-CHECKPOINT: Final[type] = CheckpointFunction._backward_cls
+
+def _is_checkpoint(kind: Any) -> bool:
+    return issubclass(kind, BackwardCFunction) and issubclass(kind._forward_cls, CheckpointFunction)
+
+
+is_checkpoint: Callable[[Any], bool] = lru_cache(maxsize=1024)(_is_checkpoint)
+"""Are nodes of this class reentrant checkpoints, torch's or of a class derived from it?"""
 
 
 def run_engine(roots: Roots, inputs: Iterable[Edge], keep_graph: bool) -> tuple[torch.Tensor | None, ...]:
@@ -87,9 +94,8 @@ def _call(node: Node, gradients: Gradients, run_inner: RunInner) -> Gradients:
         torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if gradient is None else gradient
         for gradient, meta in zip(gradients, node._input_metadata, strict=True)  # type: ignore[attr-defined]
     ]
-    is_checkpoint = type(node) is CHECKPOINT
     plain: Any = node.apply
-    results = _call_checkpoint(node, filled, run_inner) if is_checkpoint else _as_list(plain(*filled))
+    results = _call_checkpoint(node, filled, run_inner) if is_checkpoint(type(node)) else _as_list(plain(*filled))
     # The function returns one result for each argument, but only tensors have edges. Arguments that need a gradient and
     # edges with a node correspond, in order.
     wanted = iter([result for result, needed in zip(results, node.needs_input_grad, strict=False) if needed])

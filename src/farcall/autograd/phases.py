@@ -19,7 +19,7 @@ import torch
 
 from farcall.autograd.functions import ACCUMULATE, RECEIVE, Edge, Node, Reached
 from farcall.autograd.leaves import Leaves, add_gradients, feed
-from farcall.autograd.nodes import CHECKPOINT, Gradients, Roots, RunInner, run_engine, run_node
+from farcall.autograd.nodes import Gradients, Roots, RunInner, is_checkpoint, run_engine, run_node
 from farcall.protocol.gradients import Wavefront
 
 Answers = dict[Node, Reached]
@@ -158,7 +158,7 @@ class Phases:
         level = dict.fromkeys(ready, 0)
         alone: set[Node] = set()
         for node in ready:
-            if type(node) is CHECKPOINT:
+            if is_checkpoint(type(node)):
                 alone.add(node)
             for child, _ in self._edges[node]:
                 is_open = child is not None and child not in level

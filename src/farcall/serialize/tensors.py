@@ -22,7 +22,7 @@ from farcall.errors import SerializationError
 from farcall.serialize.code import reduce_code
 from farcall.serialize.context import IN_BAND_LIMIT_BYTES, Encoding
 from farcall.serialize.devices import PeerDevices, describe_on_device
-from farcall.serialize.policy import register_reducer
+from farcall.serialize.policy import REDUCERS, register_reducer
 from farcall.serialize.rebuild import (
     CODES,
     CONJUGATE,
@@ -242,7 +242,7 @@ def reduce_other(value: Any, encoding: Encoding) -> Any:
         if own is not torch.Tensor.__reduce_ex__ and own is not torch.nn.Parameter.__reduce_ex__:
             return NotImplemented
         encoding.contextual = True
-        return _reduce_subclass(value, encoding)
+        return REDUCERS[torch.nn.Parameter](value, encoding)  # which goes by a device map, if the node has one
     if isinstance(value, torch.jit.ScriptModule):
         return _reduce_script_module(value, encoding)
     kind = type(value)

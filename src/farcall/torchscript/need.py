@@ -148,7 +148,7 @@ def _resolve(node: ast.AST, names: Mapping[str, Any]) -> Any:
 
 
 def _holds_reference(value: Any, left: int = _MOST_LOOKED_AT) -> bool:
-    if type(value) is RRef:
+    if issubclass(type(value), RRef):
         return True
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]

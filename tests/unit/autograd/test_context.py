@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.autograd.cluster import Hang, Network, Peer
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from farcall.autograd.context import Context
 from farcall.autograd.contexts import Contexts
@@ -226,9 +226,16 @@ def test_hooks_of_a_module_around_a_remote_call(network: Network, context: Conte
     assert torch.equal(gradients(network, context)[module.bias], torch.full((3,), 9.0))
 
 
+class DerivedCheckpoint(CheckpointFunction):
+    """A checkpoint of a program's own."""
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing(network: Network, context: Context, reentrant: bool) -> None:
+@pytest.mark.parametrize("kind", ["reentrant", "derived", "plain"])
+def test_checkpointing(network: Network, context: Context, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reentrant = kind != "plain"
+    if kind == "derived":
+        monkeypatch.setattr(torch.utils.checkpoint, "CheckpointFunction", DerivedCheckpoint)
     outer, inner = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     start = leaf()
 

@@ -70,6 +70,23 @@ def test_cpu_tensors_go_by_the_map(mapped: FakePeer, size: int) -> None:
     assert mapped.uploaded == [4 * size]
 
 
+class Tagged(torch.Tensor):
+    """A class of a program's own."""
+
+
+class TaggedParameter(torch.nn.Parameter):
+    """Another one."""
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, Tagged, TaggedParameter])
+def test_tensors_of_derived_classes_go_by_the_map_too(mapped: FakePeer, kind: type[torch.Tensor]) -> None:
+    x = torch.ones(5).as_subclass(Tagged) if kind is Tagged else kind(torch.ones(5))
+    back = round_trip([x], mapped)[0]
+    assert type(back) is kind
+    assert torch.equal(back, x)
+    assert mapped.uploaded == [20]
+
+
 def test_views_stay_views_and_are_uploaded_once(mapped: FakePeer) -> None:
     base = torch.arange(50_000, dtype=torch.float64).view(250, 200)
     first, second, third = round_trip((base[:100], base[50:60].t(), base[100, 3:9]), mapped)
