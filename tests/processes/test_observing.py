@@ -19,6 +19,7 @@ from tests.kit.observing import find_observer
 from tests.kit.stopping import stop
 from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
+from tests.processes.calls.callees import Gate
 
 import farcall
 from farcall import autograd
@@ -192,6 +193,38 @@ def traced(rank: int) -> list[tuple[str, str, int, int, int]]:
         )
         for span in exporter.get_finished_spans()
     ]
+
+
+def outcomes_traced(rank: int) -> list[tuple[str, str]]:
+    """(status, description) of the spans of asynchronous calls that succeed, raise, and are not answered in time."""
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    farcall.barrier()
+    if rank:
+        Gate.wait("done")
+        return []
+    exporter.clear()
+    farcall.rpc_async("w1", echo, args=(1,)).wait()
+    with pytest.raises(ValueError, match="on purpose"):
+        farcall.rpc_async("w1", fail).wait()
+    with pytest.raises(farcall.errors.RpcTimeout):
+        farcall.rpc_async("w1", Gate.wait, args=("done",), timeout=0.01).wait()
+    spans = exporter.get_finished_spans()
+    farcall.rpc_sync("w1", Gate.open, args=("done",))
+    return [(span.status.status_code.name, span.status.description or "") for span in spans]
+
+
+def test_spans_of_asynchronous_calls_tell_how_they_ended() -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    told = run_cluster(2, outcomes_traced, observing=ObservingOptions(opentelemetry=True))[0]
+    assert told == [("UNSET", ""), ("ERROR", "the function raised"), ("ERROR", "no answer within 0.01 s")]
 
 
 def call_on(to: str) -> Any:

@@ -11,6 +11,7 @@ independently: either may have the option without the other.
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 from farcall.errors import InitError
@@ -23,6 +24,8 @@ from farcall.runtime.calls.pending import CallTable, PendingCall, SyncCall
 from farcall.runtime.calls.serving import Request
 from farcall.runtime.io.timers import Callback, Timer
 from farcall.serialize import withdraw
+
+_RAISED = "the function raised"
 
 
 class Telemetry:
@@ -96,7 +99,7 @@ class TracedCalls(CallTable):
         try:
             answer = super().exchange(call, frame, refusable)
             if answer.kind == FAILURE:
-                self.telemetry.fail(span, "the function raised")
+                self.telemetry.fail(span, _RAISED)
             return answer
         except BaseException as error:
             self.telemetry.fail(span, str(error))
@@ -126,12 +129,21 @@ class TracedCalls(CallTable):
     def claim(self, call_id: int) -> PendingCall | None:
         call = super().claim(call_id)
         if call is not None:
-            self._end(call)
+            is_late = call.deadline <= monotonic()
+            self._end(call, f"no answer within {call.timeout_s:g} s" if is_late else "cancelled, or its worker is lost")
         return call
 
-    def _end(self, call: PendingCall) -> None:
+    def answered(self, frame: Frame) -> PendingCall | None:
+        call = super().answered(frame)
+        if call is not None:
+            self._end(call, _RAISED if frame.kind == FAILURE else "")
+        return call
+
+    def _end(self, call: PendingCall, failure: str = "") -> None:
         span = self._spans.pop(id(call), None)
         if span is not None:
+            if failure:
+                self.telemetry.fail(span, failure)
             span.end()
 
 

@@ -201,6 +201,10 @@ class CallTable:
         """Take a call out of the table: the calling thread must complete it. None: another thread does, or did."""
         return self.pending.pop(call_id, None)
 
+    def answered(self, frame: Frame) -> PendingCall | None:
+        """`claim` the call that ``frame`` answers."""
+        return self.pending.pop(frame.call_id, None)
+
     def find(self, call_id: int) -> PendingCall | None:
         """The call ``call_id``, if it still waits for its answer."""
         return self.pending.get(call_id)

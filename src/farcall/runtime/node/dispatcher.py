@@ -78,7 +78,7 @@ class Dispatcher:
         self._admission = admission
         self._max_queued = admission.limit
         self._pending = calls.pending
-        self._claim = calls.claim
+        self._answered = calls.answered
         self._server = server
         self._unanswered = server.unanswered
         self._leaving = leaving
@@ -168,9 +168,9 @@ class Dispatcher:
             else:
                 handle(peer, frame)
             return
-        # A call is answered by its callee alone: ids are easy to guess. By `claim`, where a traced call ends its span.
+        # A call is answered by its callee alone: ids are easy to guess. `answered` ends the span of a traced one.
         call = self._pending.get(frame.call_id)
-        if call is None or call.peer is not peer or self._claim(frame.call_id) is None:
+        if call is None or call.peer is not peer or self._answered(frame) is None:
             # The answer is late: the call has ended.
             decline(frame, peer)
             discard(frame.payload, peer)
