@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
+import time
 from collections.abc import Collection
 from pathlib import Path
 from time import monotonic, perf_counter
@@ -39,7 +41,6 @@ MOST_MEMBERS = 100
 _MOST_CALLERS = 3
 _OUTGOING = "farcall.outgoing"
 _OURS = str(Path(__file__).parent.parent) + os.sep
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 QUEUED = "queued"
 RUNNING = "running"
@@ -305,8 +306,10 @@ def _stack(frame: FrameType | None) -> list[StackLine]:
 def _cpu_s(native_id: int | None) -> float:
     if native_id is None:
         return -1.0
+    if sys.platform != "linux":
+        return -1.0
     try:
-        fields = Path(f"/proc/self/task/{native_id}/stat").read_bytes().rpartition(b") ")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-    except (OSError, ValueError, IndexError):
-        return -1.0  # the system has no such file, or the thread has just ended
+        # The kernel's number for the clock of a thread. /proc counts in ticks of 10 ms: hundreds of calls fit into one.
+        return time.clock_gettime((~native_id << 3) | 6)
+    except OSError:
+        return -1.0  # the thread has just ended

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 from farcall.observe.snapshot import (
     LATER,
     QUEUED,
@@ -13,6 +16,7 @@ from farcall.observe.snapshot import (
     ThreadView,
     WorkerSnapshot,
     function_title,
+    view_threads,
 )
 from farcall.observe.troubles import find_troubles, long_turns, still_threads
 
@@ -173,6 +177,19 @@ def test_who_has_not_moved() -> None:
     before = picture(thread(1, position=5), thread(2, position=5), thread(3, position=5, cpu_s=1.0))
     after = picture(thread(1, position=5), thread(2, position=6), thread(3, position=5, cpu_s=1.3), thread(4))
     assert still_threads(before, after) == {("a", 1)}
+
+
+def test_a_thread_that_makes_brief_calls_is_seen_to_move() -> None:
+    """Both looks may meet it at one place, and some calls take less than a tick of the system's clock."""
+
+    def view() -> ThreadView:
+        [found] = view_threads([threading.get_ident()])
+        return found
+
+    before = view()
+    while time.thread_time() - before.cpu_s < 0.001:
+        pass
+    assert 0.001 <= view().cpu_s - before.cpu_s < 0.1
 
 
 def test_names_of_functions() -> None:
