@@ -1,4 +1,4 @@
-"""Functions to be called once a module has been imported; and pauses of the garbage collector.
+"""Functions to be called once a module has been imported; pauses of the garbage collector; and children that import.
 
 Must cost next to nothing and import nothing of farcall's: `farcall.pth` uses it at the start of processes that may
 never need any of the rest.
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType, ModuleType
+from typing import Any
 
 
 @contextmanager
@@ -34,6 +35,18 @@ def gc_paused() -> Iterator[None]:
         with _LOCK:
             if _PAUSES and _PAUSES.pop() and not _PAUSES:  # it was empty in a child that was forked from in here
                 gc.enable()
+
+
+UNGUARDED: str = (
+    "this is a child process of multiprocessing, whose import of your script calls farcall at its top level: put "
+    'that part of the script below `if __name__ == "__main__":`'
+)
+
+
+def child_imports_program() -> bool:
+    """Whether this process is a child that still imports its parent's script, and must start nothing by itself."""
+    multiprocessing: Any = sys.modules.get("multiprocessing.process")  # each such child has loaded it
+    return multiprocessing is not None and getattr(multiprocessing.current_process(), "_inheriting", False)
 
 
 def current_frames() -> dict[int, FrameType]:

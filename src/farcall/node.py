@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, get_args, overload
 import torch
 
 from farcall.autograd.recorder import Recorder
-from farcall.errors import NotInitialized
+from farcall.errors import InitError, NotInitialized
 from farcall.html import table
 from farcall.ids import MemberInfo, WorkerInfo, check_worker_name
+from farcall.imports import UNGUARDED, child_imports_program
 from farcall.observe.logs import log_as_told
 from farcall.observe.observability import Observability
 from farcall.observe.snapshot import WorkerSnapshot, take_snapshot
@@ -106,6 +107,9 @@ class Node:
         """Meet the other members and connect to each; raises within the options' start timeout."""
         if not self._lifecycle.move("start"):
             raise RuntimeError(f"node {self._lifecycle.name!r} was started before; make a new one")
+        if child_imports_program():
+            self._lifecycle.end()
+            raise InitError(UNGUARDED)
         options = self._options
         try:
             log_as_told(options.observing.log)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,41 @@ if __name__ == "__main__":
         cluster["worker0"].start(forever)
         exec(sys.argv[1])
 """
+
+
+UNGUARDED = """
+import multiprocessing, os
+import farcall
+
+START
+child = multiprocessing.get_context(os.environ["CONTEXT"]).Process(target=print, args=("unreachable",))
+child.start()
+child.join()
+print("child ended with", child.exitcode)
+farcall.shutdown()
+"""
+
+
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+@pytest.mark.parametrize("start", ["cluster = farcall.launch(1)", "farcall.init_rpc('w0', rank=0, world_size=1)"])
+def test_a_child_of_an_unguarded_script_starts_nothing_and_says_what_to_do(
+    start: str, context: str, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(UNGUARDED.replace("START", start))
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1])}
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env=os.environ | place | {"CONTEXT": context},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert "child ended with 1" in done.stdout, done.stdout + done.stderr
+    assert done.stderr.count('below `if __name__ == "__main__":`') == 1
+    assert "unreachable" not in done.stdout
 
 
 WITH_A_CHILD = """

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from farcall.errors import LaunchFailed, RpcError
+from farcall.imports import UNGUARDED, child_imports_program
 from farcall.launcher.engine import Engine
 from farcall.launcher.lives import Restarts
 from farcall.launcher.worker import DRIVER
@@ -86,6 +87,8 @@ def launch(
         raise LaunchFailed(
             f"farcall.launch needs Linux, and this is {sys.platform}: start each process yourself, with init_rpc in it"
         )
+    if child_imports_program():
+        raise LaunchFailed(UNGUARDED)
     _check_free()
     engine = find_engine(on, engine_options)
     try:
