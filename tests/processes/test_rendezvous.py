@@ -22,6 +22,7 @@ from tests.kit.ports import held_port
 from tests.kit.stopped_clock import StoppedClock
 from tests.kit.times import AT_ONCE_S, LONG_S
 from tests.kit.waiting import wait_until
+from tests.kit.wheel import ROOT
 
 import farcall
 import farcall.options
@@ -316,6 +317,26 @@ def test_a_port_where_something_else_listens_is_told(start: Any) -> None:
         url = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(InitError, match="does not answer"):
             start("b", 1, 2, url, 0.5).result(40)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_program_ends_well_after_it_met_a_port_that_says_nothing(rank: int) -> None:
+    """torch's client would wait for an answer in a thread without an end, and abort the process when that ends."""
+    code = """
+        import socket
+        sys.silent = silent = socket.create_server(("127.0.0.1", 0))  # closed by the very end of the interpreter
+        os.environ["MASTER_PORT"] = str(silent.getsockname()[1])
+        try:
+            farcall.init_rpc("w", rpc_backend_options=farcall.RpcBackendOptions(start_timeout_s=1.0))
+        except farcall.errors.InitError as error:
+            print("handled", error)
+    """
+    variables = {"MASTER_ADDR": "127.0.0.1", "RANK": str(rank), "WORLD_SIZE": "2"}
+    variables["PYTHONPATH"] = str(ROOT / "src")  # with the tests' quick start it ends before that thread notices
+    (process,) = run_ranks(code, 1, variables)
+    (output,) = finish([process])
+    assert process.returncode == 0, output
+    assert "handled" in output
 
 
 def test_the_store_of_members_on_this_machine_is_on_loopback_and_closed_when_all_have_met(port: int) -> None:

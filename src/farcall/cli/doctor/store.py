@@ -17,7 +17,7 @@ from time import monotonic
 
 from farcall.cli.doctor.finding import Finding, note, ok, wrong
 from farcall.errors import InitError
-from farcall.runtime.io.bounded_call import in_bounded_time
+from farcall.runtime.io.bounded_call import Unanswered, in_bounded_time
 from farcall.runtime.rendezvous.addresses import is_local, is_loopback
 from farcall.runtime.rendezvous.meeting_place import MeetingPlace, find_meeting_place
 
@@ -60,22 +60,32 @@ def look_at_store(place: MeetingPlace) -> list[Finding]:
 
 def _port(place: MeetingPlace, where: str) -> Finding:
     try:
-        socket.create_connection((place.host or "", place.port), timeout=CONNECT_S).close()
+        asking = socket.create_connection((place.host or "", place.port), timeout=CONNECT_S)
     except ConnectionRefusedError:
         return _nobody(place)
     except OSError as error:
         advice = "is the machine up, and does a firewall drop connections to that port?"
         return wrong("store", f"{place.name} ({where}) cannot be reached: {error}", advice)
-    if place.scheme == "farcall":
-        return ok("store", f"{place.name} accepts connections; joining will show whether it is a member")
-    begun = monotonic()
+    with asking:
+        if place.scheme == "farcall":
+            return ok("store", f"{place.name} accepts connections; joining will show whether it is a member")
+        begun = monotonic()
+        is_silent = not _is_answered(asking)
     try:
+        if is_silent:
+            raise Unanswered(place.name)
         in_bounded_time(lambda cancelled: _ask(place, cancelled), CONNECT_S, place.name)
     except (InitError, RuntimeError) as error:
         first = str(error).splitlines()[0]
         advice = "if the port belongs to another program, choose another MASTER_PORT"
         return wrong("store", f"something listens at {place.name}, but no torch store answers: {first}", advice)
     return ok("store", f"{place.name} answers ({1e3 * (monotonic() - begun):.0f} ms)")
+
+
+def _is_answered(asking: socket.socket) -> bool:
+    from farcall.runtime.rendezvous.store import is_answered  # loads torch
+
+    return is_answered(asking, CONNECT_S)
 
 
 def _ask(place: MeetingPlace, cancelled: threading.Event) -> None:

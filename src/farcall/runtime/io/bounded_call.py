@@ -18,7 +18,14 @@ T = TypeVar("T")
 
 
 class Unanswered(InitError):
-    """The call did not return in time."""
+    """The store at ``place`` did not answer in time."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(
+            f"the store at {place} does not answer. Check that its process is alive; if another program uses that "
+            "port, choose another one (MASTER_PORT, or the url) for all workers. A very busy machine or file system "
+            "needs a longer start_timeout_s"
+        )
 
 
 def in_bounded_time(function: Callable[[threading.Event], T], timeout_s: float, place: str) -> T:
@@ -50,11 +57,7 @@ def in_bounded_time(function: Callable[[threading.Event], T], timeout_s: float, 
         raise
     if not answered:
         cancelled.set()
-        raise Unanswered(
-            f"the store at {place} does not answer. Check that its process is alive; if another program uses that "
-            "port, choose another one (MASTER_PORT, or the url) for all workers. A very busy machine or file system "
-            "needs a longer start_timeout_s"
-        )
+        raise Unanswered(place)
     thread.join()
     if failure:
         raise failure.pop()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from farcall.errors import InitError, MissingPeers
 from farcall.protocol.backoff import Backoff
-from farcall.runtime.io.bounded_call import in_bounded_time
+from farcall.runtime.io.bounded_call import Unanswered, in_bounded_time
 from farcall.runtime.rendezvous.addresses import is_local, is_loopback
 from farcall.runtime.rendezvous.meeting_place import MeetingPlace
 from farcall.runtime.rendezvous.missing_notice import MissingNotice
@@ -32,6 +33,8 @@ _LONGEST_PAUSE_S = 0.25
 _CONNECT_S = 5.0
 _SERVE_S = 2.0
 STORE_ANSWER_S = 5.0
+_GREETING = b"\0" + (0x3C85F7CE).to_bytes(4, sys.byteorder) + b"\x0dping"
+"""The first bytes of torch's own client: that it is one, and a ping, whose last four bytes a store sends back."""
 
 
 class KeyStore(Protocol):
@@ -114,15 +117,21 @@ def _open_tcp(place: MeetingPlace, deadline: float, cancelled: threading.Event) 
 def _ask_who_is_there(place: MeetingPlace, deadline: float) -> KeyStore:
     """As rank 0, connect to the store that already serves our port; one that this program opened will do as well.
 
-    If another rank 0 serves it, claiming the rank will fail later, with its name. If it is no store, it does not
-    answer, and torch would wait without a bound: hence the bounded call.
+    If another rank 0 serves it, claiming the rank will fail later, with its name.
     """
     assert place.host is not None
     host, bound_s = place.host, min(_CONNECT_S, deadline - time.monotonic())
     until = time.monotonic() + bound_s
+
+    def ask(_: threading.Event) -> KeyStore:
+        with socket.create_connection((host, place.port), timeout=bound_s) as asking:
+            if not is_answered(asking, until - time.monotonic()):
+                raise Unanswered(place.name)
+        return _tcp_store(place, host, deadline=until)
+
     try:
-        return in_bounded_time(lambda _: _tcp_store(place, host, deadline=until), bound_s, place.name)
-    except (InitError, RuntimeError) as error:
+        return in_bounded_time(ask, bound_s, place.name)
+    except (InitError, RuntimeError, OSError) as error:
         raise _unreachable(place, error) from error
 
 
@@ -185,13 +194,32 @@ def _wait_until_reachable(place: MeetingPlace, deadline: float, cancelled: threa
         notice.look(lambda: [0])
         left_s = max(0.05, min(_CONNECT_S, deadline - time.monotonic()))
         try:
-            socket.create_connection((place.host, place.port), timeout=left_s).close()
-            return
+            with socket.create_connection((place.host, place.port), timeout=left_s) as asking:
+                if is_answered(asking, max(0.05, deadline - time.monotonic())):
+                    return
+            raise Unanswered(place.name)
         except (OSError, UnicodeError) as error:
             pause_s = pauses.next_s()
             if time.monotonic() + pause_s >= deadline or cancelled.is_set():
                 raise _unreachable(place, error) from error
         cancelled.wait(pause_s)
+
+
+def is_answered(asking: socket.socket, timeout_s: float) -> bool:
+    """Does whoever is connected answer torch's client, or hang up? Ask this before torch's client does.
+
+    That one would wait for its answer without a bound, in C++: once the program ends, the waiting thread aborts it.
+    Whether the answer is a store's, torch's client finds out. It hangs up, or tells.
+    """
+    asking.settimeout(timeout_s)
+    try:
+        asking.sendall(_GREETING)
+        asking.recv(4)
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def is_served(place: MeetingPlace) -> bool:
