@@ -275,6 +275,10 @@ class DeviceSegments:
         self._events: dict[tuple[int, int], tuple[bytes, Any]] = {}
         self.devices: dict[int, int] = {}
 
+    def check(self, ticket: DeviceTicket) -> None:
+        """Raise ``SerializationError`` unless the bytes of a ticket lie in their segment."""
+        self._open(ticket, self.devices[ticket.device])
+
     def copy_out(self, ticket: DeviceTicket, copy: torch.Tensor) -> None:
         """Copy the bytes of a ticket into ``copy``, which has their size. Afterwards the block may be released."""
         device = self.devices[ticket.device]

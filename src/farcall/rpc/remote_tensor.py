@@ -55,6 +55,7 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_runtime
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.serialize import functions
+from farcall.serialize.bounds import check_layout
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -358,7 +359,9 @@ class RemoteTensor:
             with torch.inference_mode(False):  # as in `_memory`
                 storage = api.open(export, device).untyped_storage()
                 tensor = torch.empty(0, dtype=self.dtype, device=torch.device("cuda", device))
-                tensor.set_(storage, offset, self.shape, torch.empty(self.shape, device="meta").stride())
+                strides = torch.empty(self.shape, device="meta").stride()
+                check_layout(tuple(self.shape), strides, offset, self.dtype.itemsize, storage.nbytes())
+                tensor.set_(storage, offset, self.shape, strides)
             opened = _OpenedMemory(tensor, api.open_event(handle, device))
         except Exception as error:  # the driver raises errors of many types
             logger.info("memory of %s is not opened, its tensors come by value: %s", peer.info.name, error)

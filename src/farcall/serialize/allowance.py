@@ -16,8 +16,8 @@ peers cannot hold references to values of this process.
 
 The unpickler extends the pure-Python one of the standard library, where every opcode that calls something can be
 overridden: it calls only classes of the table and functions of the list below, and sets state only on instances of
-these classes, so a message can change neither a class nor a function. `torch.load(weights_only=True)` is the model. It
-is slower than the C unpickler, but few messages need pickle at all.
+these classes. That keeps honest mistakes out, not enemies: a pickle still runs the code of the table's classes, with
+arguments and in an order that their authors did not think of. Only ``trust="data"`` is a boundary.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import collections
 import copyreg
 import datetime
 import decimal
+import enum
 import fractions
 import functools
 import importlib
@@ -40,6 +41,7 @@ from typing import Any, ClassVar, Final, Literal
 import torch
 
 from farcall.errors import InitError, NotAllowed
+from farcall.serialize.bounds import check_array
 
 _OWNERS = b"pfarcall.rpc.owned_values\0"
 _SHARED = b"pfarcall.rpc.shared_tensor\0"
@@ -208,7 +210,7 @@ def loads(data: bytes | memoryview, buffers: Iterable[Any] | None = None) -> Any
     if allowance is None:
         return pickle.loads(data, buffers=buffers)
     refuse_pickles()
-    return _Reader(io.BytesIO(data), allowance, buffers).load()
+    return _Reader(data, allowance, buffers).load()
 
 
 def refuse_pickles() -> None:
@@ -221,13 +223,20 @@ _Unpickler: Any = pickle._Unpickler  # pure Python: its opcodes can be overridde
 
 
 class _Reader(_Unpickler):  # type: ignore[misc]
-    """An unpickler that obeys an `Allowance`; see the module's docstring."""
+    """An unpickler that obeys an `Allowance`; see the module's docstring. Mutable: what is left to be copied."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(_Unpickler.dispatch)
 
-    def __init__(self, file: io.BytesIO, allowance: Allowance, buffers: Iterable[Any] | None) -> None:
-        super().__init__(file, buffers=buffers)
+    def __init__(self, data: bytes | memoryview, allowance: Allowance, buffers: Iterable[Any] | None) -> None:
+        super().__init__(io.BytesIO(data), buffers=buffers)
         self._allowance = allowance
+        self._left = len(data)
+
+    def _copies(self, value: Any) -> None:
+        """A part of the message is about to be copied: again and again it may not be, or memory would run out."""
+        self._left -= len(value)
+        if self._left < 0:
+            raise _refused("a message that copies one part many times")
 
     def find_class(self, module: str, name: str) -> Any:
         return self._allowance.find(module, name)
@@ -243,37 +252,96 @@ class _Reader(_Unpickler):  # type: ignore[misc]
         if not self._allowance.may_be_made(function):
             raise _refused(f"calling {function!r} while a message is read")
 
-    def _checked_call(self, function: Any, *arguments: Any) -> None:
+    def _checked_call(self, function: Any, arguments: Any, named: Any = ()) -> None:
         self._checked(function)
-        if not _is_harmless(function, arguments):
+        if type(arguments) is not tuple or not _is_harmless(function, (*arguments, *named)):
             raise _refused(f"calling {function!r} with these arguments while a message is read")
+        if function in _CONTAINERS:
+            for argument in arguments:
+                self._copies(argument if type(argument) in _CONTENTS[:-1] else ())
 
     def load_reduce(self) -> None:
-        self._checked_call(self.stack[-2], *self.stack[-1])
+        self._checked_call(*self.stack[-2:])
         super().load_reduce()
 
     def load_newobj(self) -> None:
-        self._checked_call(self.stack[-2], *self.stack[-1])
+        self._checked_call(*self.stack[-2:])
         super().load_newobj()
 
     def load_newobj_ex(self) -> None:
-        self._checked_call(self.stack[-3], *self.stack[-2], *self.stack[-1].values())
+        function, arguments, named = self.stack[-3:]
+        self._checked_call(function, arguments, dict.values(named))
         super().load_newobj_ex()
+
+    def load_bytearray8(self) -> None:
+        # pickle's own takes the memory first, and then looks how many bytes there are.
+        size = int.from_bytes(self.read(8), "little")
+        content = self.read(size)
+        if len(content) < size:
+            raise pickle.UnpicklingError("the message is malformed: bytes are cut off")
+        self.append(bytearray(content))
+
+    def _checked_filling(self, filled: Any, kinds: type[Any] | tuple[type[Any], ...]) -> None:
+        if not isinstance(filled, kinds):
+            raise _refused(f"filling a {type(filled).__qualname__} while a message is read")
+
+    def load_append(self) -> None:
+        self._checked_filling(self.stack[-2], _LISTS)
+        super().load_append()
+
+    def load_appends(self) -> None:
+        self._checked_filling(self.metastack[-1][-1], _LISTS)
+        super().load_appends()
+
+    def load_setitem(self) -> None:
+        self._checked_filling(self.stack[-3], dict)
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        self._checked_filling(self.metastack[-1][-1], dict)
+        super().load_setitems()
+
+    def load_additems(self) -> None:
+        self._checked_filling(self.metastack[-1][-1], set)
+        super().load_additems()
 
     def load_build(self) -> None:
         value, state = self.stack[-2:]
         kind = type(value)
+        if isinstance(value, enum.Enum):
+            raise _refused(f"the state of a {kind.__qualname__}, which is everybody's")
         if issubclass(kind, torch.Tensor):
             raise _refused(f"the state of a {kind.__qualname__}")  # farcall's own descriptors set none
         numpy = sys.modules.get("numpy")
         if numpy is None or not issubclass(kind, numpy.dtype):  # numpy has one dtype class per kind of number
             self._checked(kind)
-            if numpy is not None and issubclass(kind, numpy.ndarray) and value.nbytes:
-                # Setting the state frees the array's memory, which other arrays may still view.
-                raise _refused("the state of an array that has one")
+            if numpy is not None and issubclass(kind, numpy.ndarray):
+                self._check_array(numpy, value, state)
+            elif getattr(kind, "__setstate__", BaseException.__setstate__) == BaseException.__setstate__:
+                for attributes in state if type(state) is tuple and len(state) == 2 else (state,):
+                    self._check_attributes(attributes)
         elif not _is_as_it_was(value, state):
             raise _refused("the state of a dtype of numpy's that is not plain")  # numpy does not validate it
         super().load_build()
+
+    def _check_attributes(self, attributes: Any) -> None:
+        """Let pickle set ``attributes``, but none that makes an object another one, such as ``__class__``."""
+        if type(attributes) is not dict:
+            return  # None: there are no others; pickle refuses everything else
+        self._copies(attributes)
+        for name in attributes:
+            if type(name) is not str or hasattr(object, name) or name in ("__setstate__", "__dict__"):
+                raise _refused(f"setting {name!r} while a message is read")
+
+    def _check_array(self, numpy: Any, array: Any, state: Any) -> None:
+        """Let an array take its memory once: taking it again frees memory that other arrays may still view."""
+        if type(state) is not tuple or len(state) < 5 or array.nbytes:
+            raise _refused("the state of an array that has one")
+        _, shape, dtype, _, content = state[:5]
+        if not isinstance(dtype, numpy.dtype) or type(content) is not (list if dtype.hasobject else bytes):
+            raise _refused("an array of such elements")
+        self._copies(content)
+        check_array(shape, 1 if dtype.hasobject else dtype.itemsize, len(content))
 
     def _never(self) -> None:
         raise _refused("a pickle of an old form")
@@ -282,6 +350,12 @@ class _Reader(_Unpickler):  # type: ignore[misc]
     dispatch[pickle.NEWOBJ[0]] = load_newobj
     dispatch[pickle.NEWOBJ_EX[0]] = load_newobj_ex
     dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
+    dispatch[pickle.APPEND[0]] = load_append
+    dispatch[pickle.APPENDS[0]] = load_appends
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+    dispatch[pickle.ADDITEMS[0]] = load_additems
     dispatch[pickle.OBJ[0]] = _never
     dispatch[pickle.INST[0]] = _never
     dispatch[pickle.PERSID[0]] = _never
@@ -299,7 +373,15 @@ _CONTAINERS: Final = (
 )
 _CONTENTS: Final = (list, tuple, dict, bytes, str, type(None))
 _FRACTION: Final = re.compile(r"-?[0-9]+(/[0-9]+)?")
+_LISTS: Final = (list, collections.deque, bytearray)
+_DTYPE: Final = re.compile(r"[A-Za-z?][0-9]{0,9}")
 _REBUILDING: Final = ("rebuild_special", "rebuild_as", "rebuild_storage")
+_REBUILT_BY: Final = (
+    *(("farcall.serialize.rebuild", name) for name in ("rebuild_inline", "rebuild_view", "rebuild_alias")),
+    ("farcall.serialize.devices", "rebuild_on_device"),
+    ("torch._utils", "_rebuild_sparse_tensor"),
+)
+"""The functions that the ones above may call."""
 
 
 def _is_harmless(function: Any, arguments: tuple[Any, ...]) -> bool:
@@ -307,8 +389,10 @@ def _is_harmless(function: Any, arguments: tuple[Any, ...]) -> bool:
 
     ``function`` is one that `Allowance.may_be_made` accepts.
     """
-    if function in (torch.Tensor, torch.nn.Parameter, torch._utils._rebuild_sparse_tensor):
-        return False  # only to be named: called, they expose uninitialized memory or check nothing
+    if function is torch._utils._rebuild_sparse_tensor:
+        return False  # only to be named: called, it checks nothing
+    if isinstance(function, type) and issubclass(function, _memory_classes()):
+        return False  # only to be named: called, they expose uninitialised memory
     if function in _CONTAINERS:
         return all(type(a) in _CONTENTS or (function is collections.deque and type(a) is int) for a in arguments)
     if function is fractions.Fraction:  # "1e999999999" would take gigabytes
@@ -316,22 +400,24 @@ def _is_harmless(function: Any, arguments: tuple[Any, ...]) -> bool:
     home, name = getattr(function, "__module__", ""), getattr(function, "__name__", "")
     if home == "farcall.serialize.rebuild" and name in _REBUILDING:  # they call their argument
         inner = arguments[1 if name == "rebuild_as" else 0] if len(arguments) > 1 else None
-        return (
-            not isinstance(inner, type)
-            and getattr(inner, "__module__", "")
-            in (
-                "farcall.serialize.rebuild",
-                "farcall.serialize.devices",
-                "torch._utils",
-            )
-            and getattr(inner, "__name__", "") not in _REBUILDING
-        )
+        return any(inner is _known().get(known, _known) for known in _REBUILT_BY)
     numpy = sys.modules.get("numpy")
-    if numpy is not None and function is numpy.ndarray:
-        return False
+    if numpy is not None and function is numpy.dtype:
+        # numpy makes no others for a pickle; "O" with a shape or fields, or over another dtype, could be anything
+        text, *rest = arguments or (None,)
+        return type(text) is str and bool(_DTYPE.fullmatch(text)) and all(type(one) is bool for one in rest)
     if name == "_reconstruct":
         return len(arguments) == 3 and arguments[1] == (0,)
+    if name == "scalar" and home.startswith("numpy"):  # without content, numpy takes as much memory as the dtype says
+        dtype, content = arguments if len(arguments) == 2 else (None, None)
+        return type(content) is bytes and getattr(dtype, "itemsize", -1) == len(content)
     return True
+
+
+def _memory_classes() -> tuple[type[Any], ...]:
+    numpy = sys.modules.get("numpy")
+    arrays = () if numpy is None else (numpy.ndarray, numpy.void)
+    return (torch.Tensor, torch.UntypedStorage, torch.TypedStorage, *arrays)
 
 
 def _is_as_it_was(dtype: Any, state: Any) -> bool:

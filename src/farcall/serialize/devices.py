@@ -19,13 +19,13 @@ import pickle
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from math import prod
 from typing import Any, Protocol
 
 import torch
 
 from farcall.errors import SerializationError
 from farcall.serialize.allowance import loads
+from farcall.serialize.bounds import check_layout, must_be_written_out, size_of
 from farcall.serialize.context import (
     CURRENT,
     IN_BAND_LIMIT_BYTES,
@@ -114,10 +114,13 @@ def describe_on_device(tensor: torch.Tensor, encoding: Encoding, requires_grad: 
     if tensor._is_zerotensor():
         tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         encoding.kept.append(tensor)
+    dtype = tensor.dtype
+    if must_be_written_out(tuple(tensor.shape), tensor.stride(), dtype.itemsize):
+        tensor = tensor.contiguous()
+        encoding.kept.append(tensor)
     flags = REQUIRES_GRAD if requires_grad else 0
     if tensor.is_neg():
         flags |= NEGATIVE
-    dtype = tensor.dtype
     if dtype.is_complex and tensor.is_conj():
         flags |= CONJUGATE
     storage = tensor.untyped_storage()
@@ -282,6 +285,12 @@ def read_device_table(payload: bytes | memoryview) -> tuple[DeviceTable, bytes |
     end = len(payload) - 1 - _length.size
     rest = before_table(payload)
     table: DeviceTable = loads(payload[len(rest) : end])
+    parts = [part for _, parts in table for part in parts]
+    buffers = [what for _, _, how, what in parts if how == _BUFFER]
+    # Each part is copied: none may come twice.
+    inline_bytes = sum(len(what) for _, _, how, what in parts if how == _BYTES)
+    if len(set(buffers)) < len(buffers) or inline_bytes > len(payload):
+        raise SerializationError("the message is malformed: two tensors on devices bring the same bytes")
     return table, rest
 
 
@@ -300,7 +309,7 @@ def rebuild_in_order(decoding: Decoding) -> Callable[[int, tuple[int, ...]], tor
     def rebuild(code: int, shape: tuple[int, ...]) -> torch.Tensor:
         name, parts = next(entries, ("", []))
         dtype = DTYPES[code]
-        size = prod(shape) * dtype.itemsize
+        size = size_of(shape, dtype.itemsize)
         if not name or bool(parts) != bool(size):
             raise SerializationError("the message describes a tensor on a device, and did not bring it")
         if not size:
@@ -308,10 +317,7 @@ def rebuild_in_order(decoding: Decoding) -> Callable[[int, tuple[int, ...]], tor
         memory = _read_part(decoding, _device(name), parts, 0, (shape, dtype))
         if memory.dtype is dtype and memory.shape == shape:
             return memory
-        if memory.numel() * memory.itemsize < size:  # ``set_`` would resize the storage
-            raise SerializationError("the message describes a tensor outside the memory it brought")
-        empty = torch.empty(0, dtype=dtype, device=memory.device)
-        return empty.set_(memory.untyped_storage(), 0, shape, compact_strides(shape, (1,) * len(shape)))
+        return _view_on_device(memory, dtype, shape, compact_strides(shape, (1,) * len(shape)), 0)
 
     return rebuild
 
@@ -354,7 +360,8 @@ def rebuild_on_device(
         raise SerializationError("the message describes a tensor on a device, and brought none")
     name, parts = decoding.devices[index]
     dtype = DTYPES.get(code) or _dtype(code)
-    if 0 in shape:
+    if size_of(shape, dtype.itemsize) == 0:
+        check_layout(shape, strides, 0, dtype.itemsize, 0)
         empty = torch.empty(0, dtype=dtype, device=name).as_strided_(shape, strides)
         return _finish(decoding, empty, flags)
     low = offset * dtype.itemsize
@@ -376,8 +383,15 @@ def rebuild_on_device(
         memory = decoding.storages[key] = _read_part(decoding, _device(name), parts, number, form)
         if form is not None and memory.dtype is dtype and memory.shape == shape and memory.stride() == strides:
             return _finish(decoding, memory, flags)
-    tensor = torch.empty(0, dtype=dtype, device=memory.device)
-    return _finish(decoding, tensor.set_(memory.untyped_storage(), offset, shape, strides), flags)
+    return _finish(decoding, _view_on_device(memory, dtype, shape, strides, offset), flags)
+
+
+def _view_on_device(
+    memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
+) -> torch.Tensor:
+    check_layout(shape, strides, offset, dtype.itemsize, memory.numel() * memory.itemsize)
+    empty = torch.empty(0, dtype=dtype, device=memory.device)
+    return empty.set_(memory.untyped_storage(), offset, shape, strides)
 
 
 def _read_part(
@@ -391,5 +405,5 @@ def _read_part(
         return devices.take(what, target, form)
     memory = memoryview(what) if how == _BYTES else decoding.buffers[what]
     if target.type != "cpu":
-        return devices.to_device(memory, target)
+        return devices.to_device(memory, target)[: memory.nbytes]  # it may be longer, with bytes of others behind these
     return _aligned(torch.frombuffer(bytearray(memory) if memory.readonly else memory, dtype=torch.uint8))

@@ -29,11 +29,11 @@ import importlib
 import os
 import struct
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
 import torch
 
+from farcall.serialize.bounds import size_of
 from farcall.serialize.rebuild import CODES, DTYPES
 from farcall.serialize.spans import copy_of, memory_of
 
@@ -183,9 +183,10 @@ class _Writer:
         shape = tuple(tensor.shape)
         if len(shape) > _MOST_DIMENSIONS or tensor.stride() != _row_major(shape):
             raise _NotFlat
-        if _extent_bytes(shape, dtype) >= 1 << 63:
-            raise _NotFlat  # an empty tensor, whose shape `_read_tensor` refuses
-        size = int(prod(shape)) * dtype.itemsize
+        try:
+            size = size_of(shape, dtype.itemsize)
+        except ValueError:
+            raise _NotFlat from None  # an empty tensor, whose shape no reader takes
         is_large = size >= self.out_of_band_bytes
         tag = b"d" if on_devices is not None else b"o" if is_large else b"t"
         self.text += (
@@ -219,11 +220,6 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
-
-
-def _extent_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """The bytes of a tensor, or those of an empty one if lengths of 0 were 1: its strides count them."""
-    return prod(max(size, 1) for size in shape) * dtype.itemsize
 
 
 def write_in_python(
@@ -389,14 +385,13 @@ class _Reader:
             raise _malformed("a tensor's description makes no sense")
         shape = struct.unpack(f"<{dimensions}q", self.take(8 * dimensions, "a tensor's shape is cut off"))
         dtype = DTYPES[code]
-        if dimensions and (min(shape) < 0 or _extent_bytes(shape, dtype) >= 1 << 63):
-            raise _malformed("a tensor's shape makes no sense")
+        size = size_of(shape, dtype.itemsize)
         if tag == 0x64:
             if self.on_device is None:
                 raise _malformed("it has a tensor on a device, and no table of devices")
             tensor = self.on_device(code, shape)
         else:
-            tensor = self._over_memory(shape, dtype, tag == 0x6F)
+            tensor = self._over_memory(shape, dtype, size, tag == 0x6F)
         if flags & _REQUIRES_GRAD:
             tensor.requires_grad_(True)
         self.made.append(tensor)
@@ -404,8 +399,7 @@ class _Reader:
             self.tensors.append(tensor)
         return tensor
 
-    def _over_memory(self, shape: tuple[int, ...], dtype: torch.dtype, is_large: bool) -> torch.Tensor:
-        size = prod(shape) * dtype.itemsize
+    def _over_memory(self, shape: tuple[int, ...], dtype: torch.dtype, size: int, is_large: bool) -> torch.Tensor:
         memory: bytearray | memoryview
         if is_large:
             memory = self._take_buffer(size)

@@ -11,7 +11,8 @@ tensor is taken apart (``tensors.py``), nor frames, nor devices other than the C
     rebuild_special(function, arguments, requires_grad, recorded)
         sparse, quantized, nested, meta: by a function of torch
 
-Invariant: tensors are appended to ``Decoding.tensors`` in the order in which the writer met them.
+Invariants: tensors are appended to ``Decoding.tensors`` in the order in which the writer met them; each passes
+`check_layout` before torch makes it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 
 from farcall.errors import FunctionNotFound, SerializationError
 from farcall.serialize.allowance import INSTALLED
+from farcall.serialize.bounds import check_layout
 from farcall.serialize.context import CURRENT, Decoding, current_decoding, seed
 from farcall.serialize.spans import SegmentTable, compact_strides
 
@@ -38,6 +40,7 @@ _DTYPE_NAMES = [
     *("complex64", "complex128", "complex32", "uint16", "uint32", "uint64"),
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
 ]
+_PACKED = {torch.quint4x2: 2, torch.quint2x4: 4}
 _QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 DTYPES: dict[int | str, torch.dtype] = {}
 CODES: dict[torch.dtype, int | str] = {}
@@ -114,6 +117,7 @@ def rebuild_special(
 ) -> torch.Tensor:
     """Rebuild a tensor from torch's own reduction."""
     decoding = current_decoding()
+    _check_special(function, arguments)
     tensor: torch.Tensor = function(*arguments)
     if function is torch._utils._rebuild_sparse_tensor:
         _settle_sparse(tensor)
@@ -124,6 +128,19 @@ def rebuild_special(
     return tensor
 
 
+def _check_special(function: Any, arguments: tuple[Any, ...]) -> None:
+    """Check the layouts of quantized and nested tensors: torch's functions for them resize, or read what is beyond."""
+    if function is torch._utils._rebuild_nested_tensor:
+        memory, *rows = arguments
+        held = memory.untyped_storage().nbytes()
+        for shape, strides, offset in zip(*(row.tolist() for row in rows), strict=True):
+            check_layout(tuple(shape), tuple(strides), offset, memory.itemsize, held)
+    elif len(arguments) > 3 and isinstance(arguments[0], _TypedStorage):
+        storage, offset, shape, strides = arguments[:4]
+        held = storage._untyped_storage.nbytes() * _PACKED.get(storage.dtype, 1)
+        check_layout(tuple(shape), tuple(strides), offset, storage.dtype.itemsize, held)
+
+
 def _settle_sparse(tensor: torch.Tensor) -> None:
     """Validate a sparse tensor, and take it off torch's list: only `torch.load` empties that, so tensors would leak."""
     waiting = torch._utils._sparse_tensors_to_validate
@@ -131,10 +148,10 @@ def _settle_sparse(tensor: torch.Tensor) -> None:
         if waiting[index] is tensor:
             del waiting[index]
             break
-    if INSTALLED.allowance is None:
-        return  # members trust each other, and validation takes time
     if tensor.layout is torch.sparse_coo:
-        parts = (tensor._indices(), tensor._values(), tensor.size(), tensor.is_coalesced())
+        # Where members trust each other, only the bounds count: to look for order takes four times as long.
+        looks_for_order = tensor.is_coalesced() and INSTALLED.allowance is not None
+        parts = (tensor._indices(), tensor._values(), tensor.size(), looks_for_order)
         torch._validate_sparse_coo_tensor_args(*parts)
         return
     by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
@@ -225,11 +242,15 @@ def _build_inline(
     offset: int,
 ) -> torch.Tensor:
     dtype = DTYPES.get(code) or _dtype(code)
-    if not data:
-        assert shape is not None
-        tensor = torch.empty(0, dtype=dtype, device="cpu").as_strided_(shape, strides)
-    elif shape is None:
+    if data.__class__ is not bytearray:
+        raise ValueError("the message is malformed: a tensor over memory that must not be written")
+    if shape is None:
         tensor = _frombuffer(data, dtype=dtype)
+        decoding.inline.append(tensor)
+        return tensor
+    check_layout(shape, strides, offset, dtype.itemsize, len(data))
+    if not data:
+        tensor = torch.empty(0, dtype=dtype, device="cpu").as_strided_(shape, strides)
     elif len(data) % dtype.itemsize:
         tensor = _view_of(_frombuffer(data, dtype=torch.uint8), code, shape, strides, offset)
     else:
@@ -262,8 +283,11 @@ def _build_view(
     first = decoding.storages.get(key)
     if first is not None:
         return _view_of(first, code, shape, strides, offset)
-    if buffer.__class__ is memoryview and buffer.readonly:
-        buffer = bytearray(buffer)
+    check_layout(shape, strides, offset, dtype.itemsize, len(buffer))
+    if buffer.__class__ is memoryview:
+        buffer = bytearray(buffer) if buffer.readonly else buffer
+    elif buffer.__class__ is not bytearray:
+        raise ValueError("the message is malformed: a tensor over memory that must not be written")
     if len(buffer) % dtype.itemsize:
         first = _aligned(_frombuffer(buffer, dtype=torch.uint8))
         tensor = _view_of(first, code, shape, strides, offset)
@@ -301,10 +325,7 @@ def _view_of(
 ) -> torch.Tensor:
     """Return a tensor that shares the storage of ``first``. As on the sender, autograd does not see it as a view."""
     storage, empty = first.untyped_storage(), torch.empty(0, dtype=_dtype(code), device="cpu")
-    if INSTALLED.allowance is not None and 0 not in shape:
-        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        if min((offset, *shape, *strides)) < 0 or (last + 1) * empty.itemsize > storage.nbytes():
-            raise ValueError("a tensor does not fit its storage")  # ``set_`` would resize the storage
+    check_layout(shape, strides, offset, empty.itemsize, storage.nbytes())
     return empty.set_(storage, offset, shape, strides)
 
 

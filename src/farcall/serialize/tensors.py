@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from farcall.errors import SerializationError
+from farcall.serialize.bounds import must_be_written_out
 from farcall.serialize.code import reduce_code
 from farcall.serialize.context import IN_BAND_LIMIT_BYTES, Encoding
 from farcall.serialize.devices import PeerDevices, describe_on_device
@@ -98,6 +99,10 @@ def _describe(tensor: torch.Tensor, encoding: Encoding, requires_grad: bool) -> 
         # An empty tensor shares no element, so it needs no storage, however large its own is.
         encoding.inline_count += 1
         return rebuild_inline, (bytearray(), code, shape, strides, 0, flags)
+    if must_be_written_out(shape, strides, dtype.itemsize):
+        written_out = tensor.contiguous()
+        encoding.kept.append(written_out)
+        return _describe(written_out, encoding, requires_grad)
     known = encoding.storages.get(storage._cdata)
     if known is None:
         try:

@@ -18,6 +18,7 @@ import torch
 
 from farcall.channel.host_memory import ALIGNMENT_BYTES
 from farcall.errors import SerializationError
+from farcall.serialize.bounds import check_layout
 
 Path: TypeAlias = tuple[str | int, ...]
 """The keys that lead to a value, from the outermost container."""
@@ -149,15 +150,13 @@ class Layout(msgspec.Struct, array_like=True, frozen=True, dict=True):
             ):
                 raise SerializationError("a storage of a version has an impossible place")
         for place in self.tensors:
-            if not 0 <= place.storage < len(self.storages) or len(place.shape) != len(place.strides):
+            if not 0 <= place.storage < len(self.storages):
                 raise SerializationError(f"{place.name} has an impossible place")
-            if min((0, place.offset, *place.shape, *place.strides)) < 0:
-                raise SerializationError(f"{place.name} has an impossible shape")
-            if 0 not in place.shape:
-                last = sum((extent - 1) * stride for extent, stride in zip(place.shape, place.strides, strict=True))
-                size = (place.offset + last + 1) * self.dtype_of(place).itemsize
-                if size > self.storages[place.storage].size_bytes:
-                    raise SerializationError(f"{place.name} lies outside of its storage")
+            held_bytes = self.storages[place.storage].size_bytes
+            try:
+                check_layout(place.shape, place.strides, place.offset, self.dtype_of(place).itemsize, held_bytes)
+            except ValueError as error:
+                raise SerializationError(f"{place.name}: {error}") from None
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -351,7 +351,7 @@ def test_what_names_nothing_is_refused_at_once(value: Any) -> None:
 )
 def test_a_tensor_does_not_make_its_storage_larger(shape: Any, strides: Any, offset: int) -> None:
     first = torch.ones(4)
-    with pytest.raises(ValueError, match="does not fit its storage"):
+    with pytest.raises(ValueError, match=r"outside the memory|no sense"):
         _view_of(first, CODES[torch.float32], shape, strides, offset)
     assert first.untyped_storage().nbytes() == 16
     assert _view_of(first, CODES[torch.float32], (2, 2), (2, 1), 0).tolist() == [[1.0, 1.0]] * 2

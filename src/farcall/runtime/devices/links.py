@@ -164,6 +164,7 @@ class DeviceLink:
                 shape, dtype = form or ((known.size,), torch.uint8)
                 if prod(shape) * dtype.itemsize != known.size:
                     raise SerializationError(f"a peer lent {known.size} bytes for a tensor of {shape}, {dtype}")
+                self._segments.check(known)  # before memory is taken
                 copy = torch.empty(shape, dtype=dtype, device=target)
                 self._segments.copy_out(known, copy)
                 return copy

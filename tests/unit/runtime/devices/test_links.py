@@ -191,6 +191,14 @@ def test_a_tensor_that_is_larger_than_what_was_lent_is_refused_and_the_block_giv
     assert pair.pool.stats().lent == 0
 
 
+def test_no_memory_is_taken_for_a_ticket_beyond_its_segment() -> None:
+    pair = Pair(views=False)
+    with pytest.raises(SerializationError, match="does not have"):
+        pair.receiver.take(tuple(pair.lend(1024)._replace(size=1 << 60)), DEVICE)
+    pair.give_back()
+    assert pair.pool.stats().lent == 0
+
+
 def test_small_blocks_wait_for_company_before_a_message_takes_them_along() -> None:
     pair = Pair(views=False)
     worth = []
