@@ -28,9 +28,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from farcall.errors import Cancelled, RpcError
+from farcall.protocol.frames import FAILURE, Frame
+from farcall.protocol.notes import REFUSABLE, REFUSED, Refusal, encode_refusal
 from farcall.rpc.outcome import copied
 from farcall.runtime.calls.coroutines import Concluded
 from farcall.runtime.calls.executor import UNKNOWN_S
+from farcall.runtime.calls.results import StoredFailure
 from farcall.runtime.calls.serving import Request
 from farcall.runtime.calls.turns import Turns
 from farcall.runtime.devices.streams import stamp
@@ -149,6 +152,11 @@ class Queue:
         ready = stamp(argument, devices) if devices else None
         item = Item(owner, argument, caller, request or served, monotonic(), ready)
         with self._lock:
+            if self._is_running and type(caller) is Request and caller.frame.flags & REFUSABLE:
+                limit = self._node.admission.limit  # what waits behind a batch waits for a thread, as other calls do
+                if len(self._waiting) >= limit:
+                    refusal = encode_refusal(Refusal(len(self._waiting), limit))
+                    raise StoredFailure(Frame(FAILURE, REFUSED, payload=refusal))
             if request is not None and self.turns is None:
                 self.turns = request.frame.turns
             self._waiting.append(item)

@@ -21,7 +21,7 @@ from tests.processes.calls.callees import whoami
 import farcall
 import farcall.autograd
 from farcall.cli.live import page
-from farcall.errors import RpcError
+from farcall.errors import Overloaded, RpcError
 from farcall.observe.observer import Answers
 from farcall.observe.prometheus import families
 from farcall.rpc.batches import Batches
@@ -112,6 +112,21 @@ def test_callers_share_a_run_and_get_their_own_result(nodes: list[farcall.Node])
     [counts] = nodes[1].metrics().batches
     assert (counts.function, counts.runs, counts.items, counts.largest) == ("doubled", 4, 20, 8)
     assert counts.waited_s > 0
+
+
+def test_calls_that_wait_behind_a_batch_count_for_the_limit() -> None:
+    RUNS.clear()
+    MAY_RUN.clear()
+    limits = farcall.LimitOptions(max_queued_calls=5, when_overloaded="fail")
+    with team([None] * 2, rpc_timeout=LONG_S, limits=limits) as (caller, callee):
+        first = caller["w1"].start(doubled, 0)
+        wait_until(lambda: RUNS)
+        futures = [caller["w1"].start(doubled, index) for index in range(1, 20)]
+        refused = [future.exception(timeout=LONG_S) for future in futures[5:]]
+        assert all(isinstance(error, Overloaded) and error.limit == 5 for error in refused), refused
+        MAY_RUN.set()
+        assert [future.result() for future in (first, *futures[:5])] == [0, 2, 4, 6, 8, 10]
+    del callee
 
 
 def test_a_full_batch_does_not_wait(nodes: list[farcall.Node]) -> None:

@@ -31,7 +31,7 @@ import torch
 from farcall.errors import NotAllowed, RpcError, SerializationError
 from farcall.ids import RefId, WorkerInfo
 from farcall.protocol.frames import FAILURE, LARGE_BYTES, RESPONSE, Frame
-from farcall.protocol.notes import KEEP, STREAM, Notes, write_notes
+from farcall.protocol.notes import KEEP, REFUSED, STREAM, Notes, write_notes
 from farcall.runtime.calls.coroutines import Concluded, CoroutineRunner
 from farcall.runtime.calls.executor import UNKNOWN_S, Executor, FunctionTask, Task
 from farcall.runtime.calls.pending import CallTable
@@ -493,7 +493,8 @@ class Request:
     def failure(self, error: BaseException) -> Frame:
         """Encode ``error`` for the caller; count it and log it here."""
         if type(error) is StoredFailure:
-            frame = Frame(FAILURE, payload=error.frame.payload, buffers=error.frame.buffers)
+            stored = error.frame
+            frame = Frame(FAILURE, stored.flags & REFUSED, payload=stored.payload, buffers=stored.buffers)
         else:
             if isinstance(error, SerializationError) and not hasattr(error, "remote_traceback"):
                 # Raised by farcall here, not received from elsewhere: say on which side of the call it happened.
