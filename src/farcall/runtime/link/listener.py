@@ -1,14 +1,15 @@
 """The listening end of connections: diallers prove themselves here, and their connections are handed on.
 
 Owns listeners and half-open connections. Nothing that a stranger sends is unpickled or kept: until it has passed the
-handshake, a connection holds at most 64 KiB, for at most HANDSHAKE_S, and at most MAX_GUESTS connections do so. Runs on
-the I/O thread.
+handshake, a connection holds at most 64 KiB, for at most HANDSHAKE_S, and at most MAX_GUESTS connections do so; when
+all places are taken, those who say nothing lose theirs. Runs on the I/O thread.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic
@@ -47,6 +48,10 @@ class _Guest:
         self.handshake = handshake
         self.arrived_at = arrived_at
         self.deadline = arrived_at + HANDSHAKE_S
+
+    @property
+    def has_greeted(self) -> bool:
+        return self.handshake.peer_claim is not None
 
 
 class Returning(Protocol):
@@ -135,7 +140,7 @@ class PeerListener:
                 return
             if transport is None:
                 return
-            if len(self._guests) >= MAX_GUESTS:
+            if len(self._guests) >= MAX_GUESTS and not self._make_room(transport.peer_host):
                 self._tell("too many connections that prove nothing", transport)
                 transport.close()
                 continue
@@ -153,6 +158,21 @@ class PeerListener:
                 transport.watch(lambda guest=guest: self._loop.call_soon(lambda: self._hear(guest)), None)  # type: ignore[misc]
             else:
                 self._loop.watch(descriptor, lambda _, guest=guest: self._hear(guest))  # type: ignore[misc]
+
+    def _make_room(self, host: str) -> bool:
+        """Dismiss a guest in favour of one from ``host``; False: nobody has to go.
+
+        The host with the most guests loses one, the longest silent first. If that is ``host`` itself, only a silent one
+        goes: in a rush of members that start together, who has greeted is about to prove itself.
+        """
+        counts = Counter(guest.transport.peer_host for guest in self._guests)
+        fullest = max(counts, key=lambda each: (counts[each], each == host))
+        candidates = [guest for guest in self._guests if guest.transport.peer_host == fullest]
+        leaving = min(candidates, key=lambda guest: (guest.has_greeted, guest.arrived_at))
+        if leaving.has_greeted and fullest == host:
+            return False
+        self._dismiss(leaving, "it had proved nothing, and another connection needed its place")
+        return True
 
     def _postpone(self, listener: Listener, error: AcceptPostponed) -> None:
         """Ignore the listener for POSTPONED_S: the poller would report its waiting connections without end."""

@@ -237,10 +237,35 @@ def test_half_open_connection_is_shown_out_in_time(hall: Hall) -> None:
 def test_crowd_of_silent_strangers_is_bounded(hall: Hall) -> None:
     crowd = [hall.dial() for _ in range(MAX_GUESTS + 50)]
     assert len(hall.door._guests) == MAX_GUESTS
-    assert all(is_closed(stranger) for stranger in crowd[MAX_GUESTS:])
-    # When they are gone, members come in again.
-    hall.loop.clock.turn_to(1e18)
+    assert all(is_closed(stranger) for stranger in crowd[:50])  # the longest silent
+
+
+def greet(hall: Hall) -> Transport:
+    """A guest that proves nothing yet."""
+    transport = hall.dial()
+    transport.send((dialler().start(),))
+    hall.loop.run()
+    return transport
+
+
+def test_silent_strangers_keep_no_member_out(hall: Hall) -> None:
+    greeted = greet(hall)
+    for _ in range(MAX_GUESTS):
+        hall.dial()
     assert exchange(hall, hall.dial(), dialler()) is not None
+    assert greeted.receive_into(memoryview(bytearray(1000)))  # it has greeted, and keeps its place
+    assert greeted.receive_into(memoryview(bytearray(1))) is None
+
+
+def test_one_host_keeps_no_other_out(hall: Hall, monkeypatch: pytest.MonkeyPatch) -> None:
+    greeted = [greet(hall) for _ in range(MAX_GUESTS)]
+    assert is_closed(hall.dial())  # no place for one more of that host: those who have greeted may be about to prove
+    crowd = [guest.transport for guest in hall.door._guests]
+    of_host = property(lambda self: "192.0.2.1" if self in crowd else "192.0.2.2")
+    monkeypatch.setattr(type(crowd[0]), "peer_host", of_host, raising=False)
+    assert exchange(hall, hall.dial(), dialler()) is not None
+    assert greeted[0].receive_into(memoryview(bytearray(1000)))
+    assert is_closed(greeted[0])
 
 
 def test_strangers_with_ever_new_words_take_no_memory(hall: Hall) -> None:
