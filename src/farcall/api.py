@@ -80,10 +80,15 @@ def init_rpc(
                 "or use farcall.Node for more than one"
             )
         node = Node(name, rank, world_size, rpc_backend_options)
-        node.start()
+        node._connect()
         runtime = runtime_of(node)
         runtime.part(NodeReferences).traced = not _ignore_rref_leak
-        slot.runtime = runtime
+        slot.runtime = runtime  # before the first function runs: it may ask for it on a thread of its own
+        try:
+            node._serve()
+        except BaseException:
+            slot.runtime = None
+            raise
 
 
 def allow(

@@ -35,7 +35,7 @@ from farcall.rpc.rref import RRef
 from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.membership.events import MemberEvent
-from farcall.runtime.node import Runtime, start_runtime
+from farcall.runtime.node import Runtime, serve, start_runtime
 from farcall.runtime.node.lifecycle import Lifecycle
 from farcall.runtime.node.rejoin import join_again
 from farcall.runtime.rendezvous.dynamic import GroupIsOver, Meeting
@@ -105,6 +105,10 @@ class Node:
 
     def start(self) -> None:
         """Meet the other members and connect to each; raises within the options' start timeout."""
+        self._connect()
+        self._serve()
+
+    def _connect(self) -> None:
         if not self._lifecycle.move("start"):
             raise RuntimeError(f"node {self._lifecycle.name!r} was started before; make a new one")
         if child_imports_program():
@@ -116,6 +120,14 @@ class Node:
             if options.allowed is not None:
                 restrict(read_table(options.allowed))
             self._started = self._become_member()
+        except BaseException:
+            self._lifecycle.end()
+            raise
+
+    def _serve(self) -> None:
+        """Make and serve calls from now on."""
+        try:
+            serve(self._runtime)
         except BaseException:
             self._lifecycle.end()
             raise
@@ -152,7 +164,12 @@ class Node:
             successor.part(NodeReferences).traced = expelled.part(NodeReferences).traced
             self._lifecycle, self._started = successor.lifecycle, successor
 
-        join_again(expelled, way_back, lambda lifecycle: self._start(lifecycle, way_back), hold)
+        def start(lifecycle: Lifecycle) -> Runtime:
+            successor = self._start(lifecycle, way_back)
+            serve(successor)
+            return successor
+
+        join_again(expelled, way_back, start, hold)
 
     def __enter__(self) -> Self:
         if self._lifecycle.state == "new":

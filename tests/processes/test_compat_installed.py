@@ -155,3 +155,49 @@ def test_installed_by_a_variable_and_by_the_program(tmp_path: Path) -> None:
     path.write_text(textwrap.dedent(program))
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_process_group_is_complete_before_a_rank_that_has_it_calls_another(tmp_path: Path) -> None:
+    program = """
+        import pathlib, threading
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d as c10d
+
+        waits = pathlib.Path("waits")
+        called = threading.Event()
+        set_default, wait_for_all = c10d._update_default_pg, c10d._store_based_barrier
+
+        def set_late(group):
+            while not called.is_set() and not waits.exists():
+                called.wait(0.01)
+            set_default(group)
+
+        def tell_and_wait(*args, **options):
+            waits.touch()
+            wait_for_all(*args, **options)
+
+        def has_group():
+            called.set()
+            return dist.is_initialized()
+
+        def work(rank):
+            rpc.init_rpc(f"w{rank}", rank=rank, world_size=2)
+            if rank == 0:
+                c10d._store_based_barrier = tell_and_wait
+            else:
+                c10d._update_default_pg = set_late
+            dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=rank, world_size=2)
+            c10d._update_default_pg = set_default
+            if rank == 0:
+                say("has its group:", rpc_sync("w1", has_group))
+            rpc.shutdown()
+            dist.destroy_process_group()
+
+        if __name__ == "__main__":
+            child = multiprocessing.get_context("spawn").Process(target=work, args=(1,))
+            child.start()
+            work(0)
+            child.join()
+            assert child.exitcode == 0
+    """
+    assert run(tmp_path, program) == ["has its group: True"]

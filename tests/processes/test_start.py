@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import get_args
 
@@ -11,11 +12,13 @@ import pytest
 from tests.kit.times import LONG_S
 
 import farcall
+from farcall.errors import NotInitialized, PeerDead
 from farcall.node import weights_of
 from farcall.protocol.streams import StreamClosed, StreamCredit
 from farcall.protocol.weights.messages import Message
 from farcall.rpc.node_streams import Streams
-from farcall.runtime.node import runtime_of
+from farcall.runtime.calls.executor import Executor
+from farcall.runtime.node import current_runtime, runtime_of
 
 MOST_MODULES = 187
 """What a plain call needs, and hardly more. A module that only some programs use is imported where they use it."""
@@ -77,3 +80,40 @@ def test_a_layer_that_is_loaded_late_handles_all_its_messages(first: str, tmp_pa
         assert [kind for kind in kinds if runtime.hooks.controls[kind] is before[kind]] == []
         # Known before the first message: on which thread it is handled.
         assert runtime.hooks.in_order == in_order
+
+
+def test_a_function_finds_its_node_from_any_thread_as_soon_as_one_can_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another member may call when this one's init_rpc has not returned yet."""
+    found: list[farcall.WorkerInfo] = []
+    start = Executor.start
+
+    def start_and_ask(executor: Executor) -> None:
+        thread = threading.Thread(target=lambda: found.append(farcall.get_worker_info()))
+        thread.start()
+        thread.join(LONG_S)
+        start(executor)
+
+    monkeypatch.setattr(Executor, "start", start_and_ask)
+    options = farcall.RpcBackendOptions(init_method=f"file://{tmp_path}/store")
+    farcall.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    farcall.shutdown()
+    assert [info.name for info in found] == ["alone"]
+
+
+def test_a_node_that_is_expelled_while_it_starts_is_nobodys_current_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Executor.start
+
+    def start_expelled(executor: Executor) -> None:
+        start(executor)
+        current_runtime().lifecycle.verdict = PeerDead("expelled meanwhile")
+
+    monkeypatch.setattr(Executor, "start", start_expelled)
+    options = farcall.RpcBackendOptions(init_method=f"file://{tmp_path}/store")
+    with pytest.raises(PeerDead, match="expelled meanwhile"):
+        farcall.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    with pytest.raises(NotInitialized):
+        farcall.get_worker_info()

@@ -3,6 +3,7 @@
     torch._jit_internal, torch.jit   references as annotations; functions that scripts know by identity
     torch.nn, torch.distributed      names that a torch without RPC never had
     torch.futures                    collect_all and wait_all that end with the first error
+    the environment                  process groups that are complete when they are made
     farcall's RRef                   errors that come at the call, as programs expect
     farcall's timeouts               0 for no limit, and -1 for the default
 
@@ -12,6 +13,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -45,7 +47,7 @@ def apply() -> list[Undo]:
         module = sys.modules.get(name)
         if module is not None:
             undo.extend(add(module))
-    return [*undo, *_script_builtins(), *_scripts(), *_futures(), *_references(), *_timeouts()]
+    return [*undo, *_barrier(), *_script_builtins(), *_scripts(), *_futures(), *_references(), *_timeouts()]
 
 
 # ---------------------------------------------------------------------- names that a torch without RPC lacks
@@ -189,6 +191,21 @@ def _futures() -> list[Undo]:
         return [future.wait() for future in collect_all(futures).wait()]
 
     return [patch(torch.futures, "collect_all", collect_all), patch(torch.futures, "wait_all", wait_all)]
+
+
+# ---------------------------------------------------------------------- process groups
+
+
+def _barrier() -> list[Undo]:
+    """Let ``init_process_group`` return only when every rank has its default group, unless the user has chosen.
+
+    Without torch's own barrier a rank may be called while it has none: stock RPC was mostly too slow for that.
+    """
+    name = "TORCH_DIST_INIT_BARRIER"
+    if name in os.environ:
+        return []
+    os.environ[name] = "1"
+    return [lambda: os.environ.pop(name, None)]
 
 
 # ---------------------------------------------------------------------- timeouts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -115,6 +116,18 @@ NOT_OURS = {
     *("T", "_P", "_R", "GenericWithOneTypeVar", "_grad_t"),  # variables for types
     *("_backend_type_repr", "_backend_type_doc"),
 }
+
+
+@pytest.mark.parametrize("chosen", [None, "0", "1"])
+def test_process_groups_are_complete_unless_the_user_chose(chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TORCH_DIST_INIT_BARRIER"
+    monkeypatch.delenv(name, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv(name, chosen)
+    farcall.compat.install()
+    assert torch.distributed.distributed_c10d._is_barrier_after_init() == int(chosen or "1")  # type: ignore[attr-defined]
+    farcall.compat.uninstall()
+    assert os.environ.get(name) == chosen
 
 
 @pytest.mark.parametrize("name", ["_deserialize"])

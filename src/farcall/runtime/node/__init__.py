@@ -16,6 +16,6 @@ Of these only `dispatcher.py` is on the way of every call.
 
 from farcall.runtime.node.current import HasRuntime, current_runtime, runtime_of, runtime_of_thread
 from farcall.runtime.node.runtime import Runtime
-from farcall.runtime.node.start import start_runtime
+from farcall.runtime.node.start import serve, start_runtime
 
-__all__ = ["HasRuntime", "Runtime", "current_runtime", "runtime_of", "runtime_of_thread", "start_runtime"]
+__all__ = ["HasRuntime", "Runtime", "current_runtime", "runtime_of", "runtime_of_thread", "serve", "start_runtime"]

@@ -46,7 +46,7 @@ def start_runtime(
     way_back: Meeting | None = None,
     over: str = "",
 ) -> Runtime:
-    """Meet the other members and connect to each; raises within the options' start timeout.
+    """Meet the other members and connect to each; raises within the options' start timeout. `serve` comes next.
 
     ``lifecycle`` has just been moved to "starting". ``parts`` are made before a message can arrive. ``come_back`` makes
     an expelled node join again. ``way_back`` leads into the group that this node was expelled from. ``over`` is a
@@ -100,7 +100,6 @@ def start_runtime(
                 entry.close()
             resources.close()
         raise
-    _serve(runtime)
     return runtime
 
 
@@ -120,7 +119,7 @@ def _connect(runtime: Runtime, deadline: float) -> None:
             runtime.use_devices().meet(peer)
 
 
-def _serve(runtime: Runtime) -> None:
+def serve(runtime: Runtime) -> None:
     """Make and serve calls from now on; calls that came earlier have waited."""
     lifecycle, info = runtime.lifecycle, runtime.info
     lifecycle.move("connected")
