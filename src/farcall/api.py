@@ -100,13 +100,16 @@ def allow(
     value. Plain values, containers, tensors and references always travel. Either all members of a group call this, or
     none: one that takes code cannot join one that does not.
 
+    With "calls", the default, this keeps honest mistakes out, not enemies: arguments are still pickles. Among members
+    who must not run code here, say ``trust="data"``.
+
     Args:
         functions: functions of modules, or their names, ``"module:name"``.
         classes: classes, or their names. Others may create instances and send them here, and call methods of those that
             this process owns through references, except names that begin with an underscore.
-        trust: with "data", this process unpickles nothing, whoever sends it: arguments and results are numbers, texts,
-            bytes, tuples, lists, dicts and CPU tensors, without classes or references. All members of a group must say
-            the same.
+        trust: with "calls", arguments are pickles, restricted to the classes named. With "data", this process unpickles
+            nothing, whoever sends it: arguments and results are numbers, texts, bytes, tuples, lists, dicts and CPU
+            tensors, without classes or references. All members of a group must say the same.
     """
     if STARTED:
         raise RuntimeError("call farcall.allow before init_rpc: the other members already know what this worker serves")

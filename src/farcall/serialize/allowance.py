@@ -1,6 +1,6 @@
 """The allow-list of this process: which functions and classes peers may call, create and unpickle here.
 
-Owns the table that `farcall.allow` fills, and the restricted unpickler that reads messages from then on. Everything
+Owns the table that `farcall.allow` fills, and the restricted unpickler that reads messages from then on. What is
 outside the table is refused, and the refusal names it. Without a table (``INSTALLED`` is empty) members trust each
 other with code, and plain pickle reads every message.
 
@@ -330,7 +330,7 @@ class _Reader(_Unpickler):  # type: ignore[misc]
             return  # None: there are no others; pickle refuses everything else
         self._copies(attributes)
         for name in attributes:
-            if type(name) is not str or hasattr(object, name) or name in ("__setstate__", "__dict__"):
+            if type(name) is not str or name in _OF_EVERY_OBJECT:
                 raise _refused(f"setting {name!r} while a message is read")
 
     def _check_array(self, numpy: Any, array: Any, state: Any) -> None:
@@ -373,6 +373,7 @@ _CONTAINERS: Final = (
 )
 _CONTENTS: Final = (list, tuple, dict, bytes, str, type(None))
 _FRACTION: Final = re.compile(r"-?[0-9]+(/[0-9]+)?")
+_OF_EVERY_OBJECT: Final = {*vars(object), "__setstate__", "__dict__"} - {"__doc__"}
 _LISTS: Final = (list, collections.deque, bytearray)
 _DTYPE: Final = re.compile(r"[A-Za-z?][0-9]{0,9}")
 _REBUILDING: Final = ("rebuild_special", "rebuild_as", "rebuild_storage")

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from farcall.errors import FunctionNotFound, NotPicklable, RpcError, SerializationError
+from farcall.errors import FunctionNotFound, NotAllowed, NotPicklable, RpcError, SerializationError
 from farcall.protocol.frames import LARGE_BYTES, REQUEST, Frame
 from farcall.serialize import policy
-from farcall.serialize.allowance import INSTALLED, Allowance, install, loads, refuse_pickles
+from farcall.serialize.allowance import INSTALLED, Allowance, install, loads
 from farcall.serialize.code import HINT
 from farcall.serialize.context import (
     CURRENT,
@@ -222,6 +222,8 @@ def write_call(frame: Frame, value: Any, peer: Any = None) -> None:
 def restrict(allowance: Allowance | None) -> None:
     """From now on read and call only what ``allowance`` names; None: whatever members send."""
     global _loads
+    if allowance is not None and policy.INSTALLED.pickler is not None:
+        raise RuntimeError("leave the block of use_rpc_pickler first: its pickler would go round the table")
     install(allowance)
     _loads = pickle.loads if allowance is None else loads
     forget_names()
@@ -315,7 +317,8 @@ def _read(
 
 def _read_custom(data: bytes, table: Sequence[torch.Tensor], forks: Sequence[Any], peer: Any) -> Any:
     """Rebuild a value that a user's pickler wrote: with the pickler installed here, else with the default."""
-    refuse_pickles()
+    if INSTALLED.allowance is not None:
+        raise NotAllowed("a call that an installed pickler wrote is not allowed here: it would go round farcall.allow")
     pickler = policy.INSTALLED.pickler or TablePickler()
     previous = enter_decoding(Decoding((), peer, forks=forks))
     try:

@@ -4,8 +4,9 @@ Owns the registries that other parts of farcall and the user may fill: ``REDUCER
 pickled in a message), ``REFERENCES``, and the pickler installed by ``use_rpc_pickler``. It does not know what a message
 looks like, nor any torch type.
 
-Invariant: an installed pickler writes only *functions and arguments of calls*. The message marks its output, so the two
-sides need not install or remove it at the same moment.
+Invariants: an installed pickler writes only *functions and arguments of calls*. The message marks its output, so the
+two sides need not install or remove it at the same moment. No pickler is installed beside a table of `farcall.allow`:
+it would read what the table refuses.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
+
+from farcall.serialize import allowance
 
 if TYPE_CHECKING:
     from farcall.serialize.context import Encoding
@@ -81,7 +84,15 @@ def use_rpc_pickler(pickler: RpcPickler) -> Iterator[None]:
     It applies to all threads, as in ``torch.distributed.rpc``. The callee reads such a message with the
     pickler installed there, or, if it has none, with ``TablePickler``, which reads anything that plain
     pickle reads (``cloudpickle`` output too).
+
+    Raises:
+        RuntimeError: this process has a table (``farcall.allow``), which a pickler of its own would go round.
     """
+    if allowance.INSTALLED.allowance is not None:
+        raise RuntimeError(
+            "no pickler can be installed beside farcall.allow, whose table it would go round: enter the classes that "
+            "travel into the table, or leave the table out"
+        )
     previous, INSTALLED.pickler = INSTALLED.pickler, pickler
     try:
         yield

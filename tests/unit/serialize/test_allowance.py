@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import enum
 import functools
 import operator
 import os
@@ -23,10 +24,18 @@ from tests.fuzz.mutations import mutate, rounds
 from farcall.errors import InitError, NotAllowed, RemoteError, SerializationError
 from farcall.protocol.frames import REQUEST, Frame
 from farcall.rpc import shared_tensor
-from farcall.serialize import decode_function, encode_function, read_value, restrict, write_value
+from farcall.serialize import (
+    decode_function,
+    encode_function,
+    read_value,
+    restrict,
+    use_rpc_pickler,
+    write_call,
+    write_value,
+)
 from farcall.serialize.allowance import Allowance, loads, read_table
 from farcall.serialize.failures import decode_failure, encode_failure
-from farcall.serialize.rebuild import CODES, _view_of, rebuild_special
+from farcall.serialize.rebuild import CODES, _view_of, rebuild_as, rebuild_special, rebuild_storage
 
 
 class Known:
@@ -40,6 +49,39 @@ class Known:
 
 
 class Unknown:
+    pass
+
+
+class Callable:
+    """Like a module of a model: what calls an instance runs the program's code."""
+
+    called: tuple[Any, ...] = ()
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        Callable.called = arguments
+        return torch.ones(1)
+
+
+class Role(enum.Enum):
+    READER = "reader"
+    ADMIN = "admin"
+
+
+class Filled:
+    """Not a container, although it has the methods of one."""
+
+    filled: tuple[Any, ...] = ()
+
+    def __setitem__(self, *arguments: Any) -> None:
+        Filled.filled = arguments
+
+    def extend(self, *arguments: Any) -> None:
+        Filled.filled = arguments
+
+    append = update = add = extend
+
+
+class Items(list):  # type: ignore[type-arg]
     pass
 
 
@@ -58,7 +100,7 @@ def unknown(x: int) -> int:
 
 @pytest.fixture(autouse=True)
 def _table() -> Iterator[None]:
-    restrict(Allowance([known, torch.add, "json:dumps"], [Known]))
+    restrict(Allowance([known, torch.add, "json:dumps"], [Known, Callable, Role, Filled, Items]))
     yield
     restrict(None)
 
@@ -248,6 +290,79 @@ def test_an_operator_leads_to_its_overloads_only(name: str) -> None:
         with pytest.raises(SerializationError):
             decode_function(kind + name.encode())
     assert decode_function(b"oaten.add.Tensor") is torch.ops.aten.add.Tensor
+
+
+def called(function: Any, *arguments: Any) -> bytes:
+    """A pickle that calls ``function``, without its end."""
+    return pickle.dumps(Exploit(function, arguments), 3)[:-1]
+
+
+@pytest.mark.parametrize(
+    ("function", "before", "after"),
+    [(rebuild_special, (), (False, None)), (rebuild_as, (torch.Tensor,), (0,)), (rebuild_storage, (), ())],
+)
+def test_no_instance_that_poses_as_a_function_is_called(function: Any, before: Any, after: Any) -> None:
+    instance = Callable()
+    instance.__module__, instance.__name__ = "torch._utils", "_rebuild"  # type: ignore[attr-defined]
+    payload = called(function, *before, instance, ("mine",), *after) + b".T"
+    with pytest.raises(NotAllowed, match="arguments"):
+        read_value(Frame(REQUEST, payload=payload))
+    assert not Callable.called
+
+
+def test_nobodys_enum_is_changed() -> None:
+    member = called(Role, "reader")
+    assert loads(member + b".") is Role.READER
+    for state in ({"_value_": "admin", "_name_": "ADMIN"}, (None, {"_value_": "admin"})):
+        with pytest.raises(NotAllowed, match="state of a Role"):
+            loads(member + made_by_hand(state) + b"b.")
+    assert Role.READER.value == "reader"
+
+
+@pytest.mark.parametrize("kind", [Known, ValueError])
+def test_no_state_makes_an_object_another_one(kind: Any) -> None:
+    fresh = called(ValueError, "x") if kind is ValueError else b"\x80\x03" + made_by_hand(Known) + b")\x81"
+    for attributes in ({"__class__": Callable}, {"__dict__": {}}, {"__setstate__": Known}, {"__init__": 1}):
+        states = (attributes,) if kind is ValueError else (attributes, (None, attributes))
+        for state in states:
+            with pytest.raises(NotAllowed, match="setting '__"):
+                loads(fresh + made_by_hand(state) + b"b.")
+
+
+@pytest.mark.parametrize("opcodes", [b"K\x01a.", b"(K\x01e.", b"K\x01K\x02s.", b"(K\x01K\x02u.", b"(K\x01\x90."])
+def test_only_containers_are_filled(opcodes: bytes) -> None:
+    fresh = b"\x80\x04" + made_by_hand(Filled) + b")\x81"
+    with pytest.raises(NotAllowed, match="filling a Filled"):
+        loads(fresh + opcodes)
+    assert not Filled.filled
+    items = Items([1, 2])
+    items.more = {1: collections.deque([1]), "set": {3}}  # type: ignore[attr-defined]
+    found = loads(pickle.dumps(items, 4))
+    assert (type(found), found, found.more) == (Items, items, items.more)  # type: ignore[attr-defined]
+
+
+class Own:
+    """A pickler of the program's, which reads anything."""
+
+    def serialize(self, value: Any) -> tuple[bytes, list[Any]]:
+        return pickle.dumps(value), []
+
+    def deserialize(self, data: bytes, tensors: Any) -> Any:
+        return pickle.loads(data)
+
+
+def test_no_pickler_goes_round_the_table() -> None:
+    with pytest.raises(RuntimeError, match=r"beside farcall\.allow"), use_rpc_pickler(Own()):
+        pass
+    restrict(None)
+    frame = Frame(REQUEST)
+    with use_rpc_pickler(Own()):
+        write_call(frame, (os.getpid, (), {}))
+        with pytest.raises(RuntimeError, match="use_rpc_pickler"):
+            restrict(Allowance([known], []))
+    restrict(Allowance([known], []))
+    with pytest.raises(NotAllowed, match="installed pickler"):
+        read_value(Frame(REQUEST, payload=frame.payload))
 
 
 HANDMADE = [
