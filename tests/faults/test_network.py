@@ -17,6 +17,7 @@ import farcall
 from farcall.cli.team import Team
 from farcall.errors import RpcError
 from farcall.options import MembershipOptions
+from farcall.protocol.membership.probing import REFUSED_S
 from farcall.runtime.node import runtime_of
 from farcall.testing.faults import Faults
 
@@ -190,6 +191,61 @@ def test_one_cut_link_is_no_death(is_static: bool) -> None:
         ran_there = found.ask(1, "ran")
         assert all(ran_there.count(call_id) == 1 for call_id in ("before", "waits", "after"))
         assert ran_there.count("times out") <= 1
+
+
+REFUSED_MOMENT_S = 2.5
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("ways", ["both", "there", "back"])
+def test_a_moment_of_refusals_separates_nobody(size: int, ways: str) -> None:
+    """A NAT or a proxy that restarts resets connections and refuses dials, and the process behind it lives."""
+    with cluster(size) as found:
+        assert found.call(0, "before", "w1").result == "before"
+        for moment in range(2):
+            if ways != "back":
+                found.network.refuse_direction(0, 1)
+            if ways != "there":
+                found.network.refuse_direction(1, 0)
+            found.ask(0, "begin", f"waits {moment}", "w1", CALL_S)
+            found.ask(1, "begin", f"waits too {moment}", "w0", CALL_S)
+            stay_for(REFUSED_MOMENT_S)
+            found.network.heal()
+            assert Ended(*found.ask(0, "end", f"waits {moment}")).result == f"waits {moment}"
+            assert Ended(*found.ask(1, "end", f"waits too {moment}")).result == f"waits too {moment}"
+        assert found.deaths(size) == []
+        for rank in range(size):
+            assert "rejoined" not in [kind for kind, _ in found.ask(rank, "events")]
+
+
+def test_of_two_that_are_refused_for_long_one_stays_and_the_other_comes_back() -> None:
+    with cluster(2) as found:
+        for rank in (0, 1):
+            found.ask(rank, "begin_waiting", f"to {1 - rank}", f"w{1 - rank}")
+        found.network.refuse(0, 1)
+        for rank in (0, 1):
+            found.wait_for(rank, "dead", f"w{1 - rank}")
+            assert Ended(*found.ask(rank, "end", f"to {1 - rank}")).error == "PeerDead"
+        found.network.heal()
+        found.wait_for(1, "rejoined", "w1")
+        assert ("rejoined", "w0") not in found.ask(0, "events")
+        assert found.call(1, "back", "w0").result == "back"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_process_that_was_killed_on_another_host_is_dead_soon(size: int) -> None:
+    """Nobody but its host's kernel knows: with a third member's word for it soon, else after more refusals."""
+    with cluster(size) as found:
+        found.ask(0, "begin_waiting", "to the killed", "w1")
+        wait_until(lambda: "to the killed" in found.ask(1, "ran"))
+        since = monotonic()
+        found.team.kill_member(1)
+        ended = Ended(*found.ask(0, "end", "to the killed"))
+        assert ended.error == "PeerDead"
+        assert (monotonic() - since > REFUSED_S) is (size == 2)
+        found.wait_for(0, "dead", "w1")
+        found.team.restart(1, BOUND_S)
+        found.wait_for(0, "joined", "w1")
 
 
 def test_a_connection_that_ends_while_its_link_is_cut_is_made_again_when_it_heals() -> None:

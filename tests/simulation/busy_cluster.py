@@ -28,7 +28,7 @@ STARVED_S = 1.8
 class BusyCluster(Cluster):
     """A cluster on ``processors`` processors, and an account of its work."""
 
-    def __init__(self, seed: int, count: int, processors: int) -> None:
+    def __init__(self, seed: int, count: int, processors: int, *, one_host: bool = False) -> None:
         self.free_at = [0.0] * processors
         self.worked_s = 0.0
         self.sent: Counter[str] = Counter()
@@ -36,7 +36,7 @@ class BusyCluster(Cluster):
         self.dials: Counter[tuple[int, int]] = Counter()
         self.starved: set[int] = set()
         """Members whose work waits for STARVED_S before it gets a processor."""
-        super().__init__(seed, count)
+        super().__init__(seed, count, one_host=one_host)
 
     def forget_account(self) -> None:
         """Begin the account anew."""

@@ -22,6 +22,7 @@ from farcall.protocol.membership.events import (
     Effect,
     Event,
     Expelled,
+    Heard,
     HostSeen,
     LinkLost,
     LinkRefused,
@@ -85,8 +86,13 @@ class Cluster:
         *,
         returns: bool = False,
         is_fixed: bool = False,
+        one_host: bool = False,
     ) -> None:
-        """``returns``: who is expelled joins again, as another incarnation. ``is_fixed``: a group of fixed size."""
+        """``returns``: who is expelled joins again, as another incarnation. ``is_fixed``: a group of fixed size.
+
+        ``one_host``: one kernel has all processes, and knows which of them are gone.
+        """
+        self.one_host = one_host
         self.returns = returns
         self.is_fixed = is_fixed
         self.random = random.Random(seed)
@@ -221,7 +227,33 @@ class Cluster:
         if sender.machine.state is State.JOINING:
             self.ask_to_join(sender)
         else:
-            self.feed(sender, LinkRefused(receiver.incarnation))
+            self.feed(sender, LinkRefused(receiver.incarnation, self.one_host))
+
+    def refuse_for(self, one: Node, other: Node, seconds: float, *, one_way: bool = False) -> None:
+        """The network resets what the two say to each other, and refuses their dials; then they find each other again.
+
+        ``one_way``: only the dials of ``one``. What ``other`` asks of it in vain tells that ``other`` lives.
+        """
+        pair = frozenset((one.incarnation, other.incarnation))
+        until = self.now + seconds
+        self.cut_pairs.add(pair)
+        self.feed(one, LinkLost(other.incarnation))
+        self.feed(other, LinkLost(one.incarnation))
+
+        def dial() -> None:
+            if self.now >= until:
+                self.cut_pairs.discard(pair)
+                self.feed(one, Heard(other.incarnation))
+                self.feed(other, Heard(one.incarnation))
+                return
+            self.feed(one, LinkRefused(other.incarnation))
+            if one_way:
+                self.feed(one, Heard(other.incarnation))
+            else:
+                self.feed(other, LinkRefused(one.incarnation))
+            self.at(min(until, self.now + 0.2), dial)
+
+        dial()
 
     # --- what processes do -----------------------------------------------------------------------------
 

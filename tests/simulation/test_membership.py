@@ -20,6 +20,7 @@ from tests.simulation.membership_cluster import Cluster, Node, Process
 from farcall.protocol.membership.events import MembershipOptions
 from farcall.protocol.membership.machine import State
 from farcall.protocol.membership.messages import MAX_UPDATES
+from farcall.protocol.membership.probing import CONFIRMED_S, REFUSED_S
 
 FULL = os.environ.get("FARCALL_SOAK") == "full"
 LOSS = 0.05
@@ -174,8 +175,39 @@ def test_a_killed_process_is_known_dead_long_before_the_suspicion_is_over(seed: 
     run(cluster, seed, 3)
     victim = cluster.random.choice(cluster.members())
     cluster.end(victim, Process.CRASHED)
-    cluster.expect_end_known(victim, 1.0)
+    cluster.expect_end_known(victim, CONFIRMED_S + 1.0)
+    run(cluster, seed, CONFIRMED_S + 2.0)
+
+
+@seeds(10, 200)
+def test_who_is_refused_for_a_moment_is_not_dead(seed: int) -> None:
+    """Proxies and NATs restart: between two members, or before one, which still reaches the others itself."""
+    cluster = Cluster(seed, 2 + seed % 7)
     run(cluster, seed, 2)
+    for _ in range(13):
+        one, other = cluster.sample(cluster.members(), 2)
+        seconds = cluster.random.uniform(0.1, 3.0)
+        if cluster.random.random() < 0.5:
+            cluster.refuse_for(one, other, seconds)
+        else:
+            for node in cluster.members():
+                if node is not other:
+                    cluster.refuse_for(node, other, seconds, one_way=True)
+        run(cluster, seed, cluster.random.uniform(seconds, seconds + 3.0))
+    assert not cluster.deaths
+    cluster.check_converged()
+
+
+@seeds(6, 200)
+def test_where_no_third_member_can_tell_a_killed_process_is_dead_once_it_was_refused_for_long(seed: int) -> None:
+    cluster = Cluster(seed, 2)
+    run(cluster, seed, 2)
+    survivor, killed = cluster.sample(cluster.members(), 2)
+    cluster.end(killed, Process.CRASHED)
+    run(cluster, seed, REFUSED_S - 0.1)
+    assert not cluster.deaths
+    run(cluster, seed, 0.5)
+    assert survivor.machine.table.others == []
 
 
 @seeds(10, 200)
@@ -210,7 +242,7 @@ def test_one_that_hears_nobody_or_is_heard_by_nobody_harms_no_other(seed: int) -
 
 @seeds(6, 200)
 def test_the_last_one_on_a_host_knows_at_once_that_all_others_were_killed(seed: int) -> None:
-    cluster = Cluster(seed, 4 + seed)
+    cluster = Cluster(seed, 4 + seed, one_host=True)
     run(cluster, seed, 2)
     survivor, *killed = cluster.sample(cluster.members(), 4 + seed)
     for node in killed:

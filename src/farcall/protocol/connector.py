@@ -11,14 +11,15 @@ links.
     RESUME     the member that dialled first, after a connection broke
     REMIND     the member that was dialled: is the peer alive? The peer should redial, and may not know it yet
 
-STEPS below is the transition table: the outcome of an attempt and the goal give the next step. Three outcomes decide
-deaths:
+STEPS below is the transition table: the outcome of an attempt and the goal give the next step. What an outcome says of
+a death:
 
 - *Nobody listens* within the host is certain at once: the local kernel says so. But an ending process may close its
   listener last. So the dialled end knocks before it gives the peer a moment to dial, and the dialling end knocks
   after a connection that was accepted and got no answer.
-- A *refused* TCP port counts only the second time in a row, 50 ms later: the host answers, and a process that is being
-  restarted in place is refused for a moment.
+- A TCP port that another host *refuses*, or where *something else answers*, is news for the members, and never a
+  verdict: a NAT, a proxy or a virtual address that restarts refuses, too, while the process behind it lives. The dial
+  ends, and its driver begins the next one until the members have decided.
 - *No answer* ends nothing by itself: the dial goes on until its deadline, and past it while the peer is a member
   (``Due.is_member``). The members decide together whether the peer is dead, and only if its host does not answer.
 """
@@ -51,7 +52,8 @@ __all__ = [
     "Tried",
 ]
 
-REFUSED_PAUSE_S = 0.05
+REFUSED_PAUSE_S = 0.2
+"""The pause before the next dial of a member that was refused a moment ago: its verdict waits for fresh refusals."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 LONGEST_ATTEMPT_S = 600.0
@@ -78,7 +80,7 @@ class Outcome(Enum):
     LISTENS = "somebody listens at its address within this host"
     NOBODY = "nobody listens at its address within this host"
     REFUSED = "its host refuses the port"
-    REFUSED_AGAIN = "its host refuses the port, twice in a row"
+    ELSEWHERE = "another process answers at its address on another host"
     ANOTHER = "another process has its address"
     FOREIGN = "what answers does not speak farcall"
     REJECTED = "it answered, and refused us"
@@ -92,15 +94,15 @@ class Step(Enum):
 
     DONE = "connected"
     AGAIN = "another attempt, after the next pause"
-    SOON = "another attempt, almost at once"
+    REFUSED = "refused, which the members judge"
     VANISHED = "its process is not there any more"
     GIVEN_UP = "it lives, and has given us up"
     LATER = "no answer; the caller decides whether there is another attempt"
     OUT_OF_TIME = "it could not be reached in time"
 
 
-_DONE, _AGAIN, _SOON, _LATER = Step.DONE, Step.AGAIN, Step.SOON, Step.LATER
-_GONE, _ENDS = Step.VANISHED, Step.GIVEN_UP
+_DONE, _AGAIN, _LATER = Step.DONE, Step.AGAIN, Step.LATER
+_GONE, _ENDS, _NEWS = Step.VANISHED, Step.GIVEN_UP, Step.REFUSED
 
 # fmt: off
 STEPS: Final[dict[Outcome, dict[Goal, Step]]] = {
@@ -110,10 +112,10 @@ STEPS: Final[dict[Outcome, dict[Goal, Step]]] = {
         (Outcome.PROVEN,        _DONE,   _DONE,   _DONE,   _DONE,   _AGAIN),
         (Outcome.LISTENS,       _AGAIN,  _LATER,  _AGAIN,  _AGAIN,  _AGAIN),
         (Outcome.NOBODY,        _AGAIN,  _GONE,   _GONE,   _GONE,   _GONE),
-        (Outcome.REFUSED,       _AGAIN,  _GONE,   _SOON,   _SOON,   _SOON),
-        (Outcome.REFUSED_AGAIN, _AGAIN,  _GONE,   _GONE,   _GONE,   _GONE),
+        (Outcome.REFUSED,       _AGAIN,  _GONE,   _NEWS,   _NEWS,   _NEWS),
+        (Outcome.ELSEWHERE,     _ENDS,   _GONE,   _NEWS,   _NEWS,   _NEWS),
         (Outcome.ANOTHER,       _ENDS,   _GONE,   _GONE,   _GONE,   _GONE),
-        (Outcome.FOREIGN,       _ENDS,   _GONE,   _ENDS,   _ENDS,   _ENDS),
+        (Outcome.FOREIGN,       _ENDS,   _GONE,   _NEWS,   _NEWS,   _NEWS),
         (Outcome.REJECTED,      _ENDS,   _ENDS,   _ENDS,   _ENDS,   _ENDS),
         (Outcome.CROSSED,       _AGAIN,  _LATER,  _AGAIN,  _AGAIN,  _AGAIN),
         (Outcome.UNANSWERED,    _AGAIN,  _LATER,  _AGAIN,  _AGAIN,  _AGAIN),
@@ -150,7 +152,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """The dial makes no further attempt: ``step`` is neither AGAIN nor SOON."""
+    """The dial makes no further attempt: ``step`` is not AGAIN."""
 
     step: Step
     why: str
@@ -176,13 +178,12 @@ class Dial:
 
         ``within_host``: the dialling end can knock.
         """
-        # Mutable: the knocks that are left, refusals in a row, the latest reason, and the next deadline.
+        # Mutable: the knocks that are left, the latest reason, and the next deadline.
         self.goal: Goal = goal
         self._knock_pauses_s = [*reversed(KNOCK_PAUSES_S)] if within_host else []
         self._knocks = within_host and goal is Goal.REMIND
         self._until = until
         self._backoff = backoff
-        self._refusals = 0
         self._why = "it breaks again and again"
         # START and JOIN try once, however late they begin: their error has to name a reason.
         self._must_try = goal in (Goal.START, Goal.JOIN)
@@ -206,17 +207,11 @@ class Dial:
                 return [Attempt(self._until - now if self._until > now else past_end_s, knocks)]
             case Tried(outcome, why):
                 self._why = why or outcome.value
-                self._refusals = self._refusals + 1 if outcome is Outcome.REFUSED else 0
-                if self._refusals > 1:
-                    outcome = Outcome.REFUSED_AGAIN
                 step = STEPS[outcome][self.goal]
                 if outcome in (Outcome.LISTENS, Outcome.SILENT) and self._knock_pauses_s:
                     self._knocks = True
                     self._pause(self._knock_pauses_s.pop(), now)
                 elif step is Step.AGAIN:
-                    self._pause(self._backoff.next_s(), now)
-                elif step is Step.SOON:
-                    self._backoff.restart(REFUSED_PAUSE_S)
                     self._pause(self._backoff.next_s(), now)
                 else:
                     return [Ended(step, self._why)]
@@ -350,8 +345,13 @@ class Bond:
         is_ours = self.dialled or not is_lower or self.parting is Parting.AGREED
         return Answer.DIAL if is_ours else Answer.CROSSED
 
-    def redial(self, now: float, reconnect_s: float, *, within_host: bool = False) -> Dial:
-        """The dial that repairs the loss of a connection; ``within_host``: it was a connection within this host."""
+    def redial(self, now: float, reconnect_s: float, *, within_host: bool = False, refused: bool = False) -> Dial:
+        """The dial that repairs the loss of a connection; ``within_host``: it was a connection within this host.
+
+        ``refused``: the last dial was. For the first while the next one follows soon.
+        """
+        if refused and now < self.lost_at + reconnect_s:
+            self.backoff.restart(REFUSED_PAUSE_S)
         goal = Goal.RESUME if self.dialled else Goal.REMIND
         until = self.lost_at + reconnect_s
         return Dial(goal, until=until, now=now, backoff=self.backoff, pauses_first=True, within_host=within_host)

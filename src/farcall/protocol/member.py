@@ -15,6 +15,7 @@ from farcall.ids import MAX_NAME_CHARACTERS
 
 MAX_ADDRESSES: Final = 16
 PROCESS_ENDED: Final = "its process has ended (its own output may say why)"
+REFUSED: Final = "its process has ended, or the network lets nobody connect to it"
 """The reason of a death, for users, if nobody listens at the member's addresses any more. Logs name the addresses."""
 
 Incarnation: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]

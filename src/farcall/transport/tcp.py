@@ -34,6 +34,9 @@ _ANSWER_KEPT_S = 10.0  # for an answer that came after all callers had given up
 # A fallback for the membership protocol, whose probes are quicker: a vanished host is noticed after 30 + 3 * 10 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")  # number, local address, remote address, state, ...
+_LISTENS = "0A"
+
 # Three fields of struct tcp_info, in linux/tcp.h: tcpi_probes, tcpi_unacked, tcpi_last_ack_recv.
 _INFO = struct.Struct("=3xB20xI28xI")
 _HAS_INFO = sys.platform.startswith("linux") and hasattr(socket, "TCP_INFO")
@@ -127,6 +130,20 @@ def _look_up(host: str, port: int, timeout_s: float) -> _Targets:
     if asked.error is not None:
         raise asked.error
     return asked.found
+
+
+def port_is_open(address: str) -> bool:
+    """Does anybody in this network namespace listen on the port of ``address``? True where the kernel does not tell."""
+    port = f":{parse_tcp(address)[1]:04X}"
+    try:
+        for table in _TABLES:
+            if os.path.exists(table):
+                with open(table, encoding="ascii") as file:
+                    if any(words[1].endswith(port) and words[3] == _LISTENS for words in map(str.split, file)):
+                        return True
+    except OSError:
+        return True
+    return not os.path.exists(_TABLES[0])
 
 
 def leads_to(address: str, host: str) -> bool:

@@ -207,6 +207,15 @@ def _remove_stale(directory: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def _is_bound(path: str) -> bool:
+    """Does a process of this network namespace hold a socket of that name? True where the kernel does not tell."""
+    try:
+        with open("/proc/net/unix", encoding="utf-8", errors="surrogateescape") as file:
+            return any(line.rstrip("\n").endswith(f" {path}") for line in file)
+    except OSError:
+        return True
+
+
 def dial_unix(address: str, timeout_s: float) -> UnixTransport:
     """Connect to ``address``. Only a full backlog makes this wait: no network is involved."""
     if not unix_sockets_work():
@@ -216,9 +225,9 @@ def dial_unix(address: str, timeout_s: float) -> UnixTransport:
     try:
         connect(stream, name, timeout_s, address)
     except DialRefused as error:
-        if not name.startswith("\0") and not os.path.isdir(os.path.dirname(name)):
-            # The directory was cleaned up, as at the end of a login session: the listener may still be alive.
-            raise DialFailed(f"cannot connect to {address}: its directory is gone") from error
+        # A cleaner of temporary files, or the end of a login session, removes the file of a listener that lives.
+        if not name.startswith("\0") and not os.path.exists(name) and _is_bound(name):
+            raise DialFailed(f"cannot connect to {address}: its file is gone, but not its listener") from error
         raise
     except ValueError as error:
         raise DialFailed(f"cannot connect to {address}: {error}") from error

@@ -53,28 +53,33 @@ def test_the_table_is_complete() -> None:
 
 
 @pytest.mark.parametrize("goal", list(Goal))
-@pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome is not Outcome.REFUSED_AGAIN])
+@pytest.mark.parametrize("outcome", list(Outcome))
 def test_each_cell_is_carried_out(goal: Goal, outcome: Outcome) -> None:
     machine = dial(goal)
     effects = attempt(machine, outcome, why="so it is")
     step = STEPS[outcome][goal]
     if step is Step.AGAIN:
         assert (effects, machine.next_deadline()) == ([], 1.0)
-    elif step is Step.SOON:
-        assert (effects, machine.next_deadline()) == ([], REFUSED_PAUSE_S)
     else:
         assert effects == [Ended(step, "so it is")]
         assert machine.next_deadline() is None
 
 
 @pytest.mark.parametrize("goal", [Goal.CONNECT, Goal.RESUME, Goal.REMIND])
-def test_a_host_that_refuses_twice_in_a_row_is_believed(goal: Goal) -> None:
-    machine = dial(goal)
-    assert attempt(machine, Outcome.REFUSED) == []
-    assert attempt(machine, Outcome.SILENT) == []
-    assert attempt(machine, Outcome.REFUSED) == []
-    (ended,) = attempt(machine, Outcome.REFUSED, why="nobody listens")
-    assert ended == Ended(Step.VANISHED, "nobody listens")
+@pytest.mark.parametrize("outcome", [Outcome.REFUSED, Outcome.ELSEWHERE, Outcome.FOREIGN])
+def test_what_the_network_may_say_is_no_verdict(goal: Goal, outcome: Outcome) -> None:
+    """A proxy that restarts refuses, answers itself, or leads elsewhere, and the member behind it lives."""
+    (ended,) = attempt(dial(goal), outcome, why="so it is")
+    assert ended == Ended(Step.REFUSED, "so it is")
+
+
+def test_who_was_refused_is_dialled_again_soon_until_the_time_is_up() -> None:
+    found = Bond("s", dialled=True, now=0.0, jitter=Plain())
+    found.lose(1, 100.0, reconnect_s=10.0)
+    for _ in range(20):
+        assert found.redial(105.0, 10.0, refused=True).next_deadline() == 105.0 + REFUSED_PAUSE_S
+    pauses = [(found.redial(111.0, 10.0, refused=True).next_deadline() or 0.0) - 111.0 for _ in range(20)]
+    assert pauses[-1] == 1.0
 
 
 def test_who_starts_goes_on_where_a_host_refuses() -> None:

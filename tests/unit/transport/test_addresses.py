@@ -33,7 +33,7 @@ from farcall.transport.interface import (
     TransportBroken,
     TransportClosed,
 )
-from farcall.transport.tcp import TcpListener, format_tcp, leads_to, parse_tcp
+from farcall.transport.tcp import TcpListener, format_tcp, leads_to, parse_tcp, port_is_open
 from farcall.transport.unix import UnixListener, UnixTransport
 
 PATIENCE_S = 60.0
@@ -233,12 +233,32 @@ def test_names_of_killed_processes_are_removed(monkeypatch: pytest.MonkeyPatch, 
     assert left == {f"{ours}-{living}-aa.socket", f"{elsewhere}-{dead}-cc.socket"}
 
 
-def test_a_directory_that_is_gone_says_nothing_of_who_listens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(DialFailed) as caught:
-        dial(f"unix:{tmp_path}/gone/socket", PATIENCE_S)
+@pytest.mark.parametrize("host", ["*", "127.0.0.1"])
+def test_the_kernel_knows_whether_anybody_listens_at_a_port_of_this_host(host: str) -> None:
+    listener = TcpListener(f"tcp://{host}:0")
+    port = listener.address.rpartition(":")[2]
+    there = f"tcp://192.0.2.1:{port}"  # any address: a member advertises one of this host
+    assert port_is_open(there)
+    listener.close()
+    assert not port_is_open(there)
+
+
+@pytest.mark.parametrize("removed", ["file", "directory"])
+def test_a_file_that_is_gone_says_nothing_of_who_listens(removed: str, short_path: Path) -> None:
+    """A cleaner of temporary files may have removed it; the kernel knows who is there."""
+    home = short_path / "home"
+    home.mkdir()
+    address = f"unix:{home}/socket"
+    listener = UnixListener(address)
+    (home / "socket").unlink()
+    if removed == "directory":
+        home.rmdir()
+    with pytest.raises(DialFailed, match="but not its listener") as caught:
+        dial(address, PATIENCE_S)
     assert not isinstance(caught.value, DialRefused)
+    listener.close()
     with pytest.raises(DialRefused):
-        dial(f"unix:{tmp_path}/socket", PATIENCE_S)
+        dial(address, PATIENCE_S)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")

@@ -21,7 +21,9 @@ What a member holds of another incarnation:
     unresponsive  the last probe failed, its host answers               -             all its time again
     unresponsive  the last probe failed, its host is silent             dead          MemberDied; spread; Obituary to it
     unresponsive  the last probe failed, ``unresponsive_s`` is over     dead          MemberDied; spread; Obituary to it
-    a member      refused here, and to all others who were asked        dead          MemberDied; spread
+    a member      LinkRefused, and this host's kernel is certain        dead          MemberDied; spread
+    a member      refused for CONFIRMED_S, to one that was asked, too   dead          MemberDied; spread
+    a member      refused for REFUSED_S, and nobody has heard from it   dead          MemberDied; spread
     a member      Update dead; a later admission has its name or rank   dead          MemberDied; spread
     a member      Update left                                           left          MemberLeft; spread
     dead          Update left                                           left          spread
@@ -33,10 +35,11 @@ What a member holds of another incarnation:
     unknown       Obituary                                              -             the larger side stays
     dead, left    anything else                                         -
 
-**A member is dead** when its process is gone (LinkRefused: its host's kernel says that nobody listens), when its host
-is gone (HostSeen: the kernel does not answer), or when it was declared dead (an Update, ``unresponsive_s``). A process
-that does not answer while its kernel does is *unresponsive*: busy inside C code, swapped out, stopped by a debugger. It
-stays a member, however long that lasts, and refutes with its first message.
+**A member is dead** when its process is gone (LinkRefused: at once where this host's kernel says so; between hosts
+once the refusals have lasted, since a network may refuse for a moment, too), when its host is gone (HostSeen: the
+kernel does not answer), or when it was declared dead (an Update, ``unresponsive_s``). A process that does not answer
+while its kernel does is *unresponsive*: busy inside C code, swapped out, stopped by a debugger. It stays a member,
+however long that lasts, and refutes with its first message.
 
 And of itself:
 
@@ -87,9 +90,9 @@ more; in a large group the latter. A probe that fails costs 2 pings and 3 questi
 
 **Many deaths at once**, as of all nodes of one process, cost each survivor a few messages more than one death, and the
 group some 30 dials for each of the dead: its eight neighbours dial it, and three others each. A process that is refused
-is dead or not within two round trips, so no doubt about it is spread before; who was refused is not dialled again for
-the same probe, nor told of its death. That one node of a process is gone says nothing about the others: a node may end
-by itself, and no member knows which nodes share a process.
+is dead or not within CONFIRMED_S, or REFUSED_S, so no doubt about it is spread before; who was refused is dialled once
+more for the verdict, and not told of its death. That one node of a process is gone says nothing about the others: a
+node may end by itself, and no member knows which nodes share a process.
 
 **Bounds**, for up to 32 changes at a time, in a cluster whose members reach each other:
 
@@ -99,10 +102,11 @@ by itself, and no member knows which nodes share a process.
     nobody is declared dead whose host answers, nor who answers within suspicion_s of when it fell silent
 
 With the defaults and 32 members: 4.5 s and 30 s (typically 1 s and 13 s); 1,000 members: 7 s and 117 s (typically 2 s
-and 18 s). A process killed on a live host is refused, not silent: its death takes two round trips and the news. A host
-that vanishes while its member is already unresponsive takes one more suspicion_s. A part of the bound is chance: at
-1,000 members nobody probes the dead member for log2(n) + 8 intervals with probability e^-18. If the survivors are so
-few that a member hears nobody, it doubts itself first, and takes up to five times as long.
+and 18 s). A process killed on a live host is refused, not silent: its death takes the news, and CONFIRMED_S more if no
+member shares its host, or REFUSED_S if no other member is refused. A host that vanishes while its member is already
+unresponsive takes one more suspicion_s. A part of the bound is chance: at 1,000 members nobody probes the dead member
+for log2(n) + 8 intervals with probability e^-18. If the survivors are so few that a member hears nobody, it doubts
+itself first, and takes up to five times as long.
 
 A verdict reached while a member heard nobody at all counts for that member only, and is not gossiped: the member may
 be cut off, and others would believe it. If it later hears from one of its dead that did not reach the same verdict

@@ -154,12 +154,15 @@ class LinkLost(msgspec.Struct, frozen=True):
 
 
 class LinkRefused(msgspec.Struct, frozen=True):
-    """A dial showed that ``incarnation`` is gone: nobody listens at its addresses, or another process does.
+    """A dial was refused: nobody listens at the addresses of ``incarnation``, or something else does.
 
-    Not for timeouts, unreachable hosts or a full backlog: those are silence.
+    Not for timeouts, unreachable hosts or a full backlog: those are silence. ``is_certain``: the kernel of this host
+    says so, which has the member, too. Between hosts it may only be the network that refuses. ``why``: what was seen.
     """
 
     incarnation: int
+    is_certain: bool = False
+    why: str = ""
 
 
 class HostSeen(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, Final
 
-from farcall.protocol.member import PROCESS_ENDED, Member
+from farcall.protocol.member import PROCESS_ENDED, REFUSED, Member
 from farcall.protocol.membership import events
 from farcall.protocol.membership.events import Effect, Event, MembershipOptions, Randomness
 from farcall.protocol.membership.joining import Admissions, Farewell, Newcomer, NewcomerMessage, end_of, loser_of
@@ -154,9 +154,13 @@ class MembershipMachine:
                 self._farewell.on_refused(incarnation)
             case events.LinkLost(incarnation) if self._is_up and self.table.member(incarnation) is not None:
                 self._prober.start(incarnation, now, urgent=True)
-            case events.LinkRefused(incarnation) if self._is_up and self.table.member(incarnation) is not None:
-                if not self._prober.deny(incarnation, now):
-                    self._prober.on_refused(incarnation, now)
+            case events.LinkRefused(incarnation, is_certain, why) if (
+                self._is_up and (entry := self.table.member(incarnation)) is not None
+            ):
+                if is_certain:
+                    self._apply(Update(incarnation, Status.DEAD, entry.version, None, PROCESS_ENDED), now)
+                elif not self._prober.deny(incarnation, now):
+                    self._prober.on_refused(incarnation, why, now)
             case events.HostSeen(incarnation, answers):
                 self._suspicions.see_host(incarnation, answers)
             case events.LinkGivenUp(incarnation, why) if (
@@ -383,7 +387,7 @@ class MembershipMachine:
         if self.state is State.LEAVING:
             return
         if outcome is Outcome.DENIED:
-            self._declare_dead(probe, PROCESS_ENDED, now, is_there=False)
+            self._declare_dead(probe, f"{REFUSED}: {probe.why}", now, is_there=False)
         elif outcome is Outcome.FAILED:
             if probe.last and self._suspicions.stands(incarnation):
                 why = self._suspicions.verdict(incarnation, now)

@@ -7,16 +7,20 @@ about no member: each probe ends with an outcome for the machine. Any byte heard
     -          a turn, the target was quiet         round 1: a ping
     -          LinkLost                             round 1 at once, and it asks others, too
     any        LinkRefused                          noted as refused: no more pings; it asks others, if it has not yet
+    refused    LinkRefused, CONFIRMED_S later       denied, if one of the others was refused, too
+    refused    LinkRefused, REFUSED_S later         denied
+    refused    timeout                              another round, until REFUSED_S are over
     -          the suspicion's time is over         the same, and it is the last one
     any        heard from the target, or Vouch      answered
-    any        refused here and at all helpers      denied
     any        its timer is late                    another ping and as much time: this process may have been stopped
-    round 1    timeout                              round 2: a ping, and ``indirect_probes`` others are asked; refused,
-                                                    with others asked already: only the time
-    round 2    timeout, refused here and elsewhere  denied
-    round 2    timeout, refused, nobody has told    another ``probe_timeout_s``, until two full rounds are over
+    round 1    timeout                              round 2: a ping, and ``indirect_probes`` others are asked
     round 2    timeout, nothing heard from anybody  unsure: we may be cut off, so health sinks (at its lowest: failed)
     round 2    timeout                              failed
+
+A refusal that lasts is a death, a short one is not: a proxy, a NAT or a virtual address that restarts refuses, too. So
+a verdict needs refusals for a while, the last of them just now. The driver dials on meanwhile; for a member to which it
+has no link a ping makes it dial when the time has come. Whoever hears from the member meanwhile, over a connection that
+the member made, ends the probe.
 
 Each turn takes the next of the shuffled neighbours (`neighbours.py`). So all its neighbours probe a member in turn, and
 in an interval at least one does with probability 1 - 1/e. A turn skips members heard within the last interval; a turn
@@ -46,6 +50,9 @@ from farcall.protocol.membership.events import LinkSilent
 from farcall.protocol.membership.messages import Ask, Deny, Status, Vouch
 from farcall.protocol.membership.news import Shared, Turns
 
+CONFIRMED_S = 1.5
+REFUSED_S = 5.0
+"""For how long a member is refused before it is dead: where another member is refused, too, and where none says so."""
 LOWEST_HEALTH = 4
 MAX_LATE_ROUNDS = 2  # a member whose timers are always late must come to a verdict, too
 MAX_LATE_TURNS = 2  # and must probe
@@ -95,10 +102,11 @@ class Probe:
         "helpers",
         "last",
         "late_rounds",
-        "refused",
+        "refused_at",
         "round",
         "started_at",
         "target",
+        "why",
     )
 
     def __init__(self, target: int, now: float, last: bool) -> None:
@@ -107,7 +115,8 @@ class Probe:
         self.last: bool = last
         self.round: int = 1
         self.due: float = now
-        self.refused: bool = False
+        self.refused_at: float | None = None
+        self.why: str = ""  # it was refused
         self.alone: bool = False  # set at its end: nobody at all was heard during the probe
         self.late_rounds: int = 0
         self.helpers: set[int] = set()
@@ -127,6 +136,7 @@ class Prober:
         self._probes: dict[int, Probe] = {}
         self._askers: dict[int, set[int]] = {}  # target -> the members that asked about it
         self._denied_at: dict[int, float] = {}  # target -> when we last sent Deny to its askers
+        self._denied_to: dict[int, set[int]] = {}  # target -> the members that got it
         self._refused_at: dict[int, float] = {}  # target -> when a dial of ours was last refused
         self._turns = Turns(shared.random, shared.table)
         self._last_turn_at = 0.0
@@ -150,6 +160,7 @@ class Prober:
         self._probes.pop(incarnation, None)
         self._refused_at.pop(incarnation, None)
         self._denied_at.pop(incarnation, None)
+        self._denied_to.pop(incarnation, None)
         for asker in sorted(self._askers.pop(incarnation, ())):
             self._outbox.send(asker, Deny(incarnation, self._outbox.news(asker, incarnation)))
 
@@ -188,7 +199,7 @@ class Prober:
         return probe
 
     def _begin_round(self, probe: Probe, now: float, ask: bool) -> None:
-        if not probe.refused:  # else nobody listens there: a ping would be one more dial
+        if probe.refused_at is None:  # else nobody listens there: a ping would be one more dial
             self._outbox.ping(probe.target)
         if ask:
             self._ask_others(probe)
@@ -197,7 +208,7 @@ class Prober:
     def _set(self, probe: Probe, now: float) -> None:
         """Set the end of the round: soon, if the member's kernel has spoken, and others only have to hear the same."""
         options = self._options
-        round_s = options.probe_timeout_s if probe.refused else options.round_s(self._table.size)
+        round_s = options.round_s(self._table.size) if probe.refused_at is None else options.probe_timeout_s
         probe.due = now + round_s * self.health.factor
         self._timers.set(probe.due, partial(self._end_round, probe))
 
@@ -223,16 +234,15 @@ class Prober:
             self.health.sink()
             self._begin_round(probe, now, ask=False)  # those who were asked are asked: they may be late themselves
             return
+        if probe.refused_at is not None and now < probe.refused_at + REFUSED_S + self._options.probe_timeout_s:
+            self._begin_round(probe, now, ask=not probe.helpers)  # a doubt would be news
+            return
+        probe.refused_at = None  # the refusals have ended
         if probe.round == 1:
             probe.round = 2
-            self._begin_round(probe, now, ask=not (probe.refused and probe.helpers))
+            self._begin_round(probe, now, ask=True)
             return
-        patience_s = 2 * self._options.round_s(self._table.size) * self.health.factor
-        if probe.refused and probe.deniers:
-            self._end(probe, Outcome.DENIED, now)
-        elif probe.refused and probe.helpers and now < probe.started_at + patience_s:
-            self._set(probe, now)  # those who were asked are slow; a doubt would be news
-        elif self._is_alone_since(probe) and self.health.sink():
+        if self._is_alone_since(probe) and self.health.sink():
             self._end(probe, Outcome.UNSURE, now)
         else:
             self._end(probe, Outcome.FAILED, now)
@@ -259,8 +269,9 @@ class Prober:
         if incarnation in self._refused_at:
             del self._refused_at[incarnation]
             self._denied_at.pop(incarnation, None)
-        if incarnation in self._askers:
-            for asker in sorted(self._askers.pop(incarnation)):
+        if incarnation in self._askers or incarnation in self._denied_to:
+            # Who heard that we were refused, too, may be about to give a verdict.
+            for asker in sorted(self._askers.pop(incarnation, set()) | self._denied_to.pop(incarnation, set())):
                 self._outbox.send(asker, Vouch(incarnation, self._outbox.news(asker, incarnation)))
         if incarnation in self._probes:
             self._end(self._probes[incarnation], Outcome.ANSWERED, now)
@@ -283,34 +294,44 @@ class Prober:
         askers = sorted(self._askers.pop(target, ()))
         for asker in askers:
             self._denied_at[target] = now
-            self._outbox.send(asker, Deny(target, self._outbox.news(asker, target)))
+            self._deny(asker, target)
         is_theirs = now - self._denied_at.get(target, -math.inf) < self._options.suspicion_s
         return is_theirs and target not in self._probes
 
-    def on_refused(self, target: int, now: float) -> None:
+    def _deny(self, asker: int, target: int) -> None:
+        if self._table.member(target) is not None:
+            self._denied_to.setdefault(target, set()).add(asker)
+        self._outbox.send(asker, Deny(target, self._outbox.news(asker, target)))
+
+    def on_refused(self, target: int, why: str, now: float) -> None:
         """Our dial found nobody at the addresses of ``target``."""
         probe = self.start(target, now, urgent=True)
-        if not probe.refused:
-            probe.refused = True
+        probe.why = why
+        if probe.refused_at is None:
+            probe.refused_at = now
+            for wait_s in (CONFIRMED_S, REFUSED_S):
+                self._timers.set(now + wait_s, partial(self._dial_once_more, probe))
             self._set(probe, now)
-        self._check_denied(probe, now)
-        for other in list(self._probes.values()):
-            if target in other.helpers:  # it will not answer our question about another member, either
-                other.helpers.discard(target)
-                other.deniers.discard(target)
-                self._check_denied(other, now)
+        elif self._may_be_dead(probe, now):
+            self._end(probe, Outcome.DENIED, now)
+        for other in self._probes.values():
+            other.helpers.discard(target)  # it will not answer our question about another member, either
 
     def on_deny(self, helper: int, target: int, now: float) -> None:
         """The dial of ``helper`` found nobody at the addresses of ``target``."""
         probe = self._probes.get(target)
         if probe is not None and helper in probe.helpers:
             probe.deniers.add(helper)
-            self._check_denied(probe, now)
+            self._dial_once_more(probe, now, now)
 
-    def _check_denied(self, probe: Probe, now: float) -> None:
-        """End the probe once we and all helpers were refused; without helpers (left), our own refusal suffices."""
-        if probe.refused and probe.helpers == probe.deniers:
-            self._end(probe, Outcome.DENIED, now)
+    def _dial_once_more(self, probe: Probe, due: float, now: float) -> None:
+        """Have the driver dial, where a fresh refusal would be a verdict."""
+        if self._probes.get(probe.target) is probe and self._may_be_dead(probe, now):
+            self._outbox.ping(probe.target)
+
+    def _may_be_dead(self, probe: Probe, now: float) -> bool:
+        """Would a refusal now be a verdict?"""
+        return probe.refused_at is not None and now - probe.refused_at >= (CONFIRMED_S if probe.deniers else REFUSED_S)
 
     # --- for others --------------------------------------------------------------------------------------
 
@@ -321,7 +342,7 @@ class Prober:
             return
         patience_s = 2 * self._options.round_s(self._table.size)
         if entry.ended or now - self._refused_at.get(target, now - patience_s) < patience_s:
-            self._outbox.send(asker, Deny(target, self._outbox.news(asker, target)))
+            self._deny(asker, target)
             return
         askers = self._askers.get(target)
         if askers is not None:

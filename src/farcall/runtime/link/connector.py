@@ -16,6 +16,7 @@ so learns of the death.
     up or down           the member comes back through our listener         up again, over that connection
     up, for longer       the member asks through our listener               down: we dial (it lost what we did not)
     up                   its host leaves all unanswered                     down: it may be this connection only
+    down                 its host refuses us                                down: the members hear of it; redial
     down                 vanished; it has given us up; the members did      dead
 
 Everything here runs on the I/O thread, except `begin` (while the node starts), `stop` and the functions that diallers
@@ -40,16 +41,27 @@ from farcall.errors import HandshakeRefused
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol.backoff import Backoff
-from farcall.protocol.connector import FIRST_PAUSE_S, LONGEST_PAUSE_S, Answer, Bond, Dial, Ended, Goal, Parting, Step
+from farcall.protocol.connector import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    REFUSED_PAUSE_S,
+    Answer,
+    Bond,
+    Dial,
+    Ended,
+    Goal,
+    Parting,
+    Step,
+)
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Connect, Hello, RefusalReason, Remind, Resume, refuse
 from farcall.protocol.member import PROCESS_ENDED, Member
-from farcall.protocol.membership.events import LinkLost, LinkRefused
+from farcall.protocol.membership.events import Heard, LinkLost, LinkRefused
 from farcall.protocol.membership.messages import Message
 from farcall.protocol.session import SessionError
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.link.dialler import WITHIN_THE_HOST, Dialler, Found, Target, tls_for
+from farcall.runtime.link.dialler import WITHIN_THE_HOST, Dialler, Found, Target, is_near, tls_for
 from farcall.runtime.peers.host import Watcher
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.secret import Secret
@@ -97,8 +109,8 @@ class Owner(Protocol):
 class Watch(Protocol):
     """The failure detector."""
 
-    def feed(self, event: LinkLost | LinkRefused) -> None:
-        """A connection broke without a Goodbye, or a member's process does not exist any more."""
+    def feed(self, event: Heard | LinkLost | LinkRefused) -> None:
+        """A member proved that it lives, a connection broke without a Goodbye, or a dial was refused."""
 
     def is_member(self, incarnation: int) -> bool:
         """Is this incarnation neither dead nor gone, as far as is known? From any thread."""
@@ -218,7 +230,9 @@ class Connector:
             return
         if tie is None or tie.sleeps:
             peer.link.outgoing.sleep()  # a sender then calls `wake`
-        elif tie.dialler is not None and not tie.dialler.is_wanted():  # our dial yielded to the peer's
+        elif tie.dialler is None:  # it was refused, and no thread could be started for the next one
+            self._dial_on(tie)
+        elif not tie.dialler.is_wanted():  # our dial yielded to the peer's
             tie.sleeps = True
             self.wake(peer)
 
@@ -293,14 +307,16 @@ class Connector:
             del self._firsts[incarnation]
             self._owner.on_dialled(found.transport, found.established, first.news)
             return
-        if ended.step is Step.VANISHED:
+        is_refused = ended.step in (Step.VANISHED, Step.REFUSED)
+        if is_refused:
             # Other members may still reach it, so the members decide whether it is dead; this link lives until then.
-            self._watch.feed(LinkRefused(incarnation))
+            self._watch.feed(LinkRefused(incarnation, ended.step is Step.VANISHED, ended.why))
         if self._firsts.get(incarnation) is not first:
             return  # the report above has abandoned this dial
         try:
-            is_wanted = self._owner.is_needed if ended.step is Step.VANISHED else self._owner.is_wanted
-            if is_wanted(incarnation) and self._dial_first(first, member, RETRY_S):
+            is_wanted = self._owner.is_needed if is_refused else self._owner.is_wanted
+            pause_s = REFUSED_PAUSE_S if is_refused else RETRY_S
+            if is_wanted(incarnation) and self._dial_first(first, member, pause_s):
                 return
         except RuntimeError as error:
             self._put_off(member.name, incarnation, error)
@@ -396,13 +412,15 @@ class Connector:
             # since the member got our count before, and did not come.
             peer.link.break_off(reason)
         ways = self._owner.ways_to(peer.incarnation)
-        target = Target(peer.info.name, peer.incarnation, ways, lost.kind, lost.peer_host, tie.was_reached)
+        member, me = self._owner.member_of(peer.incarnation), self._owner.hello().member
+        near = member is not None and is_near(member, me.host_token)
+        target = Target(peer.info.name, peer.incarnation, ways, lost.kind, lost.peer_host, near, tie.was_reached)
         with self._lock:
             if self._stopped:
                 return False  # its session may have ended: who stops us closes the links next
             session_id = tie.bond.session_id
-            me = self._owner.hello().wanting(Resume(session_id, session.resume()) if resumes else Remind(session_id))
-            tie.dialler = self._begin(dial, target, me, partial(self._on_redialled, tie))
+            hello = self._owner.hello().wanting(Resume(session_id, session.resume()) if resumes else Remind(session_id))
+            tie.dialler = self._begin(dial, target, hello, partial(self._on_redialled, tie))
         return True
 
     def _end_redial(self, tie: _Tie) -> None:
@@ -420,13 +438,28 @@ class Connector:
             self._attach(tie, found.transport, found.established, found.established.peer_received)
             return
         self._end_redial(tie)
+        if ended.step is Step.REFUSED:
+            tie.silent_since = None
+            self._watch.feed(LinkRefused(tie.peer.incarnation, why=ended.why))
+            self._dial_on(tie)
+            return
         late = "it could not be reached again in time: " if ended.step is Step.OUT_OF_TIME else ""
         if ended.step is Step.VANISHED:
             logger.info("%s: %s has ended: %s", self._owner.hello().member.name, tie.peer.info.name, ended.why)
             tie.peer.link.die(PROCESS_ENDED)
-            self._watch.feed(LinkRefused(tie.peer.incarnation))
+            self._watch.feed(LinkRefused(tie.peer.incarnation, is_certain=True))
         else:
             tie.peer.link.die(f"{late}{ended.why}")
+
+    def _dial_on(self, tie: _Tie) -> None:
+        """The last dial was refused. Unless the members have given a verdict meanwhile, dial again."""
+        peer = tie.peer
+        if tie.dialler is not None or peer.link.broken is not None or peer.link.up or self._tie_of(peer) is not tie:
+            return
+        try:
+            self._redial(tie, tie.bond.redial(monotonic(), self._reconnect_s, refused=True), "refused")
+        except RuntimeError as error:
+            self._put_off(peer.info.name, peer.incarnation, error)
 
     # ------------------------------------------------------------------ the member comes back by itself
 
@@ -443,6 +476,7 @@ class Connector:
             return None  # the member has our proof, and we gave up waiting for its own: we will dial again
         if tie is None or tie.bond.session_id != purpose.session_id or tie.peer.broken or self._stopped:
             raise refuse(RefusalReason.NOT_ADMITTED, f"{name} comes back to a session that has ended")
+        self._watch.feed(Heard(incarnation))  # it lives, whatever the way from here to it refuses
         link, bond = tie.peer.link, tie.bond
         answer = bond.answer(type(purpose), is_lower=incarnation < self._owner.hello().member.incarnation)
         if answer is Answer.DIAL:
@@ -508,6 +542,7 @@ class Connector:
             if had_parted:
                 return  # a parting loses nothing: no frame is sent again, and nothing is to be reported
             self.frames_sent_again += peer.link.session.sent_again
+        self._watch.feed(Heard(peer.incarnation))
         name = self._owner.hello().member.name
         logger.warning("%s: connected to %s again, over %s", name, peer.info.name, transport.describe())
         self._owner.watcher.on_reconnected(peer.info)

@@ -5,7 +5,7 @@ the machine decides what follows.
 
     the first of a member's addresses that answers is taken; else, of all of them,
     nobody listens within the host    NOBODY, where the lost connection was of that kind, too: a unix name may be of
-                                      another network namespace
+                                      another network namespace; for TCP, the kernel's list of ports says so
     a host refuses a TCP port         REFUSED, where we were connected to that member through a dial of ours, or never,
                                       or where it is the host that the lost connection came from: a member that was
                                       only dialled has never tried the other's address, which may lead elsewhere from
@@ -51,7 +51,7 @@ from farcall.transport.address import dial
 from farcall.transport.interface import DialFailed, DialRefused, DialUnanswered, Transport, TransportError
 from farcall.transport.poly1305 import AVAILABLE
 from farcall.transport.sealed import SealedTransport
-from farcall.transport.tcp import leads_to
+from farcall.transport.tcp import leads_to, port_is_open
 from farcall.transport.tls import Tls, TlsFailed
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -68,9 +68,9 @@ HOST_SILENT_S = 3.0
 """How often to check a member's host while the member has not answered, and how long the host may be silent."""
 WITHIN_THE_HOST: Final = ("unix", "memory")
 _OUTCOMES = {
-    RefusalReason.WRONG_PEER: Outcome.ANOTHER,
-    RefusalReason.OTHER_CLUSTER: Outcome.ANOTHER,
-    RefusalReason.WRONG_ADDRESS: Outcome.ANOTHER,
+    RefusalReason.WRONG_PEER: Outcome.ELSEWHERE,
+    RefusalReason.OTHER_CLUSTER: Outcome.ELSEWHERE,
+    RefusalReason.WRONG_ADDRESS: Outcome.ELSEWHERE,
     RefusalReason.NOT_FARCALL: Outcome.FOREIGN,
     RefusalReason.CROSSED: Outcome.CROSSED,
 }
@@ -81,10 +81,15 @@ def usable_ways(member: Member, allowed: Sequence[str], my_host: str) -> list[st
 
     ``my_host``: this node's own ``host_token``, as at its start. To find it out takes a segment and two files.
     """
-    same_host = bool(member.host_token) and member.host_token == my_host
+    same_host = is_near(member, my_host)
     ways = [address for address in member.addresses if address.partition(":")[0] != "unix" or same_host]
     ways.sort(key=lambda address: not address.startswith("unix:"))
     return [way for way in ways if way.partition(":")[0] in (*allowed, "memory")]
+
+
+def is_near(member: Member, my_host: str) -> bool:
+    """Does this node's kernel know all that listens in the member's network, too?"""
+    return bool(member.host_token) and member.host_token == my_host
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -96,6 +101,8 @@ class Target(msgspec.Struct, frozen=True):
     lost_kind: str = ""
     """The transport kind of the connection that broke."""
     lost_host: str = ""
+    is_near: bool = False
+    """Is it on this host, in the same network namespace?"""
     was_reached: bool = True
     """Was the lost connection, or an earlier one, dialled from here? Only then do the ways surely lead to it."""
 
@@ -104,7 +111,7 @@ class Target(msgspec.Struct, frozen=True):
         """A member that was never connected: a unix name without a listener counts only if it has no other address."""
         ways = usable_ways(member, allowed, my_host)
         only_unix = all(way.startswith("unix:") for way in ways)
-        return cls(member.name, member.incarnation, ways, "unix" if only_unix else "")
+        return cls(member.name, member.incarnation, ways, "unix" if only_unix else "", is_near=is_near(member, my_host))
 
 
 class Found(msgspec.Struct):
@@ -264,6 +271,8 @@ class Dialler:
                 if kind in WITHIN_THE_HOST:
                     if kind == target.lost_kind:
                         return Found(Outcome.NOBODY, f"nobody listens at {way} any more")
+                elif target.is_near and not port_is_open(way):
+                    return Found(Outcome.NOBODY, f"nobody listens at {way} any more")
                 elif (goal is not Goal.REMIND and target.was_reached) or leads_to(way, target.lost_host):
                     refused = error
                 else:
@@ -299,6 +308,8 @@ class Dialler:
                 self._proving = self._has_proof = False
                 reason = error.reason if isinstance(error, Refused) else None
                 outcome = Outcome.REJECTED if reason is None else _OUTCOMES.get(reason, Outcome.REJECTED)
+                if outcome is Outcome.ELSEWHERE and (target.is_near or kind in WITHIN_THE_HOST):
+                    outcome = Outcome.ANOTHER
                 return Found(outcome, str(error), error=error)
             except TransportError as error:
                 failure = error

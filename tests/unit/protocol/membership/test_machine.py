@@ -42,6 +42,7 @@ from farcall.protocol.membership.messages import (
     Vouch,
     WhoAreYou,
 )
+from farcall.protocol.membership.probing import CONFIRMED_S, REFUSED_S
 
 # --- probing -------------------------------------------------------------------------------------------
 
@@ -146,25 +147,81 @@ def test_a_lost_link_asks_others_at_once_and_suspects_nobody_yet() -> None:
     assert status(bench, 3) is Status.ALIVE
 
 
-def test_refused_here_and_by_all_who_were_asked_is_dead_at_once() -> None:
+def refuse(bench: Bench, target: int, seconds: float) -> None:
+    """The driver dials on, and is refused; everybody else talks."""
+    for _ in range(round(seconds / 0.1)):
+        bench.feed(LinkRefused(target))
+        bench.hear_all_but(target, 0.1)
+
+
+def test_refused_here_and_by_one_who_was_asked_is_dead_soon() -> None:
     bench = member()
     bench.feed(LinkRefused(3))
     helpers = [effect.to for effect in bench.effects if isinstance(effect, Send) and isinstance(effect.message, Ask)]
-    for helper in helpers:
-        assert status(bench, 3) is Status.ALIVE, "its death is news, the doubt before it would be news again"
-        bench.receive(helper, Deny(3, ()))
     assert len(helpers) == OPTIONS.indirect_probes
+    bench.receive(helpers[0], Deny(3, ()))
+    refuse(bench, 3, CONFIRMED_S - 0.1)
+    assert status(bench, 3) is Status.ALIVE, "a proxy that restarts refuses, too"
+    refuse(bench, 3, 0.3)
     assert not [effect for effect in bench.effects if isinstance(effect, MemberUnresponsive)]
     assert not [one for one in bench.effects if isinstance(one, Send) and isinstance(one.message, Obituary)]
     assert bench.take(MemberDied)
 
 
-def test_refused_here_while_nobody_else_can_tell_is_unresponsive() -> None:
+def test_a_verdict_takes_a_fresh_refusal() -> None:
+    """A driver that has a link dials on meanwhile; one that has none is made to dial by a ping."""
     bench = member()
     bench.feed(LinkRefused(3))
+    bench.receive(bench.sent(Ask)[0].to, Deny(3, ()))
+    bench.hear_all_but(3, CONFIRMED_S - 0.1)
+    assert bench.sent(Ping) == []
+    bench.hear_all_but(3, 0.2)
+    assert [ping.to for ping in bench.sent(Ping)] == [3]
+    assert status(bench, 3) is Status.ALIVE
+    bench.feed(Heard(3))
+    refuse(bench, 3, CONFIRMED_S)
+    assert status(bench, 3) is Status.ALIVE, "that is another refusal, which nobody has confirmed"
+
+
+def test_who_said_that_it_was_refused_says_so_when_it_is_no_more() -> None:
+    bench = member()
+    bench.receive(2, Ask(3, ()))
+    bench.feed(LinkRefused(3))
+    assert [send.to for send in bench.sent(Deny)] == [2]
+    bench.receive(4, Ask(3, ()))
+    assert [send.to for send in bench.sent(Deny)] == [4]
+    bench.feed(Heard(3))
+    assert [send.to for send in bench.sent(Vouch)] == [2, 4]
+    bench.feed(Heard(3))
+    assert bench.sent(Vouch) == []
+
+
+def test_refused_here_while_nobody_else_can_tell_is_dead_later() -> None:
+    bench = member()
+    refuse(bench, 3, REFUSED_S - 0.1)
+    assert status(bench, 3) is Status.ALIVE
+    refuse(bench, 3, 0.3)
+    assert bench.take(MemberDied)
+
+
+def test_who_is_refused_no_more_and_does_not_answer_is_probed_as_any_other() -> None:
+    bench = member()
+    refuse(bench, 3, 1.0)
     bench.take(Send)
-    bench.hear_all_but(3, 3 * OPTIONS.probe_timeout_s)
-    assert status(bench, 3) is Status.UNRESPONSIVE
+    bench.hear_all_but(3, REFUSED_S + 4 * OPTIONS.probe_timeout_s)
+    assert bench.take(MemberUnresponsive)
+
+
+def test_refused_by_the_kernel_that_has_the_member_is_dead_at_once() -> None:
+    bench = member()
+    bench.receive(2, Ask(3, ()))
+    bench.effects = []
+    bench.feed(LinkRefused(3, is_certain=True))
+    (told,) = [effect for effect in bench.effects if isinstance(effect, Send)]
+    assert told.to == 2
+    assert isinstance(told.message, Deny)
+    assert [update.status for update in told.message.updates] == [Status.DEAD]
+    assert bench.take(MemberDied)
 
 
 def test_who_was_refused_is_neither_dialled_again_nor_are_others_asked_again() -> None:
@@ -213,7 +270,9 @@ def test_refused_here_but_not_elsewhere_is_a_bad_link() -> None:
 
 def test_of_two_the_survivor_decides_alone() -> None:
     bench = member(size=2)
-    bench.feed(LinkRefused(2))
+    refuse(bench, 2, REFUSED_S - 0.1)
+    assert status(bench, 2) is Status.ALIVE
+    refuse(bench, 2, 0.3)
     assert bench.take(MemberDied)
 
 

@@ -45,6 +45,9 @@ class Owner:
     def ways_to(self, incarnation: int) -> list[str]:
         return []
 
+    def member_of(self, incarnation: int) -> Member | None:
+        return None
+
 
 class Watch:
     def feed(self, event: object) -> None:

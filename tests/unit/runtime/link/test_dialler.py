@@ -75,6 +75,7 @@ class Attempts:
         lost_kind: str = "memory",
         lost_host: str = "",
         was_reached: bool = True,
+        is_near: bool = False,
         seconds: float = PATIENCE_S,
     ) -> None:
         self.back: Queue[tuple[Transport, Established]] = Queue()
@@ -82,7 +83,7 @@ class Attempts:
         now = monotonic()
         goal = Goal.RESUME if resumes else Goal.REMIND
         dial = Dial(goal, until=now + seconds, now=now, backoff=Backoff(0.05, 1.0))
-        target = Target("host", incarnation, ways, lost_kind, lost_host, was_reached)
+        target = Target("host", incarnation, ways, lost_kind, lost_host, is_near, was_reached)
         me = ME.wanting(Resume("s1", 7) if resumes else Remind("s1"))
         self.dialler = Dialler(dial, target, me, SECRET, on_end=self.on_end)
         self.dialler.start()
@@ -152,17 +153,17 @@ def dial_that(*outcomes: Exception) -> Callable[[str, float], Transport]:
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "text"),
-    [
-        ([DialRefused("first"), DialRefused("second")], "second"),
-        ([DialRefused("first"), DialFailed("timeout"), DialRefused("third"), DialRefused("fourth")], "fourth"),
-    ],
+    ("is_near", "is_open", "step"),
+    [(True, False, Step.VANISHED), (True, True, Step.REFUSED), (False, False, Step.REFUSED)],
 )
-def test_a_host_that_refuses_twice_in_a_row_is_believed(
-    monkeypatch: pytest.MonkeyPatch, outcomes: list[Exception], text: str
+def test_only_the_kernel_of_this_host_knows_that_nobody_listens_at_a_port(
+    monkeypatch: pytest.MonkeyPatch, is_near: bool, is_open: bool, step: Step
 ) -> None:
-    monkeypatch.setattr(dialling, "dial", dial_that(*outcomes))
-    assert text in Attempts(["tcp://192.0.2.1:9"]).why_gone()
+    monkeypatch.setattr(dialling, "dial", dial_that(DialFailed("timeout"), DialRefused("refused")))
+    monkeypatch.setattr(dialling, "port_is_open", lambda way: is_open)
+    attempts = Attempts(["tcp://192.0.2.1:9"], lost_kind="tcp", is_near=is_near)
+    attempts.why_gone()
+    assert attempts.step is step
 
 
 def test_who_was_dialled_believes_only_the_host_that_the_connection_came_from(monkeypatch: pytest.MonkeyPatch) -> None:

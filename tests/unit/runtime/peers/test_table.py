@@ -201,10 +201,10 @@ def test_one_that_is_not_there_is_dialled_once_for_the_sake_of_news_and_again_wh
 
 
 def refuse(make: Tables, connector: Connector, target: Member) -> None:
-    """Nobody listens where ``target`` was."""
+    """The host of ``target`` refuses this node."""
     first = connector._firsts[target.incarnation]
     refused = Found(Outcome.REFUSED, "its host refuses the port")
-    ended = Ended(Step.VANISHED, refused.why)
+    ended = Ended(Step.REFUSED, refused.why)
     make.on_loop(lambda: connector._on_first(first, target, first.dialler, ended, refused))  # type: ignore[arg-type]
 
 
