@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager, suppress
+from heapq import heappop, heappush
 from itertools import count
 from queue import Empty, SimpleQueue
+from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 from farcall.errors import PeerDead, RpcError, UnknownWorker
@@ -21,7 +23,7 @@ from farcall.rpc.outcome import waiting_here
 from farcall.rpc.retry import Retry, check_retry
 from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.pending import name_of
-from farcall.runtime.io.sigint import SLICE_S, Gate
+from farcall.runtime.io.sigint import SLICE_S
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_runtime
 
@@ -134,6 +136,9 @@ class _Map:
         self._known: dict[Hashable, Worker] = {}
         self._free: deque[Hashable] = deque()
         self._again: deque[tuple[int, Any, int]] = deque()  # number, item, attempt
+        # Until when an item rests before its next attempt, and with it the place at the worker that failed it: others
+        # would fail there in its stead. A heap; followed by number, item, attempt, worker.
+        self._resting: list[tuple[float, int, Any, int, Hashable]] = []
         self._running: dict[Future[Any], tuple[int, Any, int, Hashable]] = {}
         self._done: SimpleQueue[Future[Any]] = SimpleQueue()
         self._dead: set[Hashable] = set()
@@ -163,12 +168,13 @@ class _Map:
             try:
                 while True:
                     self._recruit()
+                    self._end_rests()
                     # Bound the results that pile up behind a slow item. A retried item is exempt: the others may be
                     # waiting for exactly that one.
                     while self._free and (self._again or len(ready) + len(self._running) < self._most_ahead):
                         if not self._start_one():
                             break
-                    if not self._running:
+                    if not self._running and not self._resting:
                         if self._exhausted and not self._again:
                             return
                         self._wait_for_workers()
@@ -215,10 +221,13 @@ class _Map:
 
     def _next_result(self) -> tuple[int, Any]:
         """Wait for the next completed item; return its number and result. A negative number: nothing to yield."""
+        # Without look_s, the calls' timeouts bound it; in slices, as the waits of a `Gate`.
+        limit_s = self._roster.look_s or SLICE_S
+        if self._resting:
+            limit_s = max(0.0, min(limit_s, self._resting[0][0] - monotonic()))
         with waiting_here():
             try:
-                # Without look_s, the calls' timeouts bound it; in slices, as the waits of a `Gate`.
-                future = self._done.get(timeout=self._roster.look_s or SLICE_S)
+                future = self._done.get(timeout=limit_s)
             except Empty:
                 return -1, None
         number, item, attempt, key = self._running.pop(future)
@@ -246,11 +255,17 @@ class _Map:
             self._dead.add(key)
             self._free = deque(one for one in self._free if one not in self._dead)
             self._last_error = error
+            self._again.append((number, item, attempt if unknown else attempt + 1))
         else:
-            with waiting_here():
-                Gate().wait(pause_s)
-            self._free.append(key)
-        self._again.append((number, item, attempt if unknown else attempt + 1))
+            heappush(self._resting, (monotonic() + pause_s, number, item, attempt + 1, key))
+
+    def _end_rests(self) -> None:
+        """Take up the items whose pause is over."""
+        while self._resting and self._resting[0][0] <= monotonic():
+            _, number, item, attempt, key = heappop(self._resting)
+            self._again.append((number, item, attempt))
+            if key not in self._dead:
+                self._free.append(key)
 
     def _wait_for_workers(self) -> None:
         """Wait for a worker: none is free, none is busy, and items may be left."""
