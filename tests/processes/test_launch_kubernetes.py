@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.kit.rigs.kubernetes import KubernetesRig, kubernetes_api
 from tests.kit.waiting import wait_until
 
 from farcall.launcher.engine import EngineError
+from farcall.launcher.engines import kubernetes
 from farcall.launcher.engines.kubernetes import KubernetesEngine
 
 pytestmark = pytest.mark.timeout(600)
@@ -113,6 +115,58 @@ def test_what_the_cluster_says_of_a_pod_is_told(tmp_path: Path) -> None:
         finally:
             engine.close()
         assert launched.watching.is_over(spec)
+
+
+def test_answers_that_make_no_sense_are_told_and_the_engine_looks_again(tmp_path: Path) -> None:
+    with kubernetes_api(starts_pods=False) as rig, driver(tmp_path) as launched:
+        engine = engine_for(rig)
+        try:
+            spec = launched.spec(0)
+            engine.start([spec], launched.watching)
+            states = launched.watching.states[spec]
+            for odd in (b"<html>502 Bad Gateway</html>", b"[]", b'{"kind": "Status"}', b'{"items": [{"metadata": 1}]}'):
+                told = len(states)
+                rig.odd_answers.append(odd)
+                wait_until(lambda told=told: len(states) > told and "cluster's" in states[-1].detail, str(odd))
+            [pod] = rig.pods.values()
+            terminated = {"terminated": {"exitCode": 3}}
+            pod.status = {"phase": "Failed", "containerStatuses": [{"name": "worker", "state": terminated}]}
+            assert launched.wait_ended(spec).exit_code == 3
+        finally:
+            engine.close()
+
+
+def test_logs_that_never_end_delay_the_ends_of_all_workers_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(kubernetes, "LOG_S", 1.0)
+    join = threading.Thread.join
+
+    def noted(self: threading.Thread, timeout: float | None = None) -> None:
+        if self.name == "farcall-pod-log":
+            waited.append(timeout or 0.0)
+        join(self, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", noted)
+    with kubernetes_api() as rig, driver(tmp_path) as launched:
+        rig.follows_for_ever = True
+        engine = engine_for(rig)
+        try:
+            specs = launched.start(engine, 3)
+            with rig.lock:  # all end between two looks
+                for process in launched.process_ids(specs):
+                    os.kill(process, signal.SIGKILL)
+                for pod in rig.pods.values():
+                    assert pod.process is not None
+                    pod.process.wait()
+            for spec in specs:
+                assert launched.wait_ended(spec).exit_code == -signal.SIGKILL
+        finally:
+            rig.follows_for_ever = False
+            engine.close()
+    assert len(waited) == 3
+    assert sum(waited) < 2.0
 
 
 def test_what_the_cluster_refuses_is_raised(tmp_path: Path) -> None:

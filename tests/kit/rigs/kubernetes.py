@@ -77,6 +77,10 @@ class KubernetesRig:
         """Indices whose pods are not listed: the cluster has made none for them yet."""
         self.looks = 0
         """How often pods were listed."""
+        self.odd_answers: list[bytes] = []
+        """What the next looks get, each its own, instead of the list of pods."""
+        self.follows_for_ever = False
+        """Do logs never end?"""
         self.before_secrets: Callable[[], object] = lambda: None
 
     @property
@@ -139,9 +143,10 @@ class KubernetesRig:
         if pod.process is not None or pod.batch not in self.secrets or not self.starts_pods:
             return
         mounted = self.folder / pod.batch
-        mounted.mkdir(exist_ok=True)
-        for name, text in self.secrets[pod.batch]["data"].items():
-            (mounted / name).write_bytes(base64.b64decode(text))
+        if not mounted.exists():  # once: another pod's process may be reading its file
+            mounted.mkdir()
+            for name, text in self.secrets[pod.batch]["data"].items():
+                (mounted / name).write_bytes(base64.b64decode(text))
         [container] = pod.manifest["spec"]["containers"]
         with pod.log.open("wb") as log:
             pod.process = subprocess.Popen(
@@ -186,8 +191,9 @@ class _Handler(BaseHTTPRequestHandler):
             label, _, wanted = selector.partition("=")
             with self.rig.lock:
                 self.rig.looks += 1
+                odd = self.rig.odd_answers.pop(0) if self.rig.odd_answers else b""
                 pods = [pod.as_told() for pod in self.rig.pods.values() if pod.index not in self.rig.hidden]
-            self._answer({"items": [pod for pod in pods if pod["metadata"]["labels"][label] == wanted]})
+            self._answer(odd or {"items": [pod for pod in pods if pod["metadata"]["labels"][label] == wanted]})
         elif self.path.startswith("/version"):
             self._answer({"major": "1", "minor": "29", "gitVersion": "v1.29.0"})
         elif self.path.startswith("/apis/jobset") and self.rig.has_job_sets:
@@ -240,13 +246,13 @@ class _Handler(BaseHTTPRequestHandler):
                 if data:
                     self.wfile.write(data)
                     self.wfile.flush()
-                elif is_over:
+                elif is_over and not self.rig.follows_for_ever:
                     return
                 else:
                     threading.Event().wait(0.05)
 
-    def _answer(self, what: dict[str, Any], status: int = 200) -> None:
-        body = json.dumps(what).encode()
+    def _answer(self, what: dict[str, Any] | bytes, status: int = 200) -> None:
+        body = what if isinstance(what, bytes) else json.dumps(what).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

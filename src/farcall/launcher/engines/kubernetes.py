@@ -67,23 +67,24 @@ class Kubectl:
                 self.command(*words),
                 input="" if given is None else json.dumps(given),
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 timeout=ANSWER_S,
                 start_new_session=True,  # Ctrl-C in the terminal is the driver's
             )
         except subprocess.TimeoutExpired:
             raise EngineError(f"the Kubernetes cluster did not answer within {ANSWER_S:.0f} s") from None
+        except OSError as error:  # no memory or descriptors for a process, for a moment
+            raise EngineError(f"kubectl cannot be run: {error}") from error
         if answer.returncode:
             raise EngineError(f"kubectl: {answer.stderr.strip()}")
         return answer.stdout
 
     def get(self, path: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.ask("get", "--raw", path))
-        return found
+        return _object(self.ask("get", "--raw", path))
 
     def create(self, path: str, what: Mapping[str, Any]) -> dict[str, Any]:
-        made: dict[str, Any] = json.loads(self.ask("create", "--raw", path, "-f", "-", given=what))
-        return made
+        return _object(self.ask("create", "--raw", path, "-f", "-", given=what))
 
     def delete(self, path: str) -> None:
         """Delete an object, which may be gone already."""
@@ -108,6 +109,17 @@ class Kubectl:
         except EngineError:
             return False
         return True
+
+
+def _object(answer: str) -> dict[str, Any]:
+    """An answer of the cluster's; raises `EngineError` for something else, such as the page of a proxy."""
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise EngineError(f"kubectl: the cluster's answer is no JSON object: {answer[:100]!r}")
+    return found
 
 
 @dataclass(eq=False)
@@ -233,49 +245,60 @@ class KubernetesEngine:
             with self._lock:
                 lives = list(self._lives.values())
             try:
-                found = self._cluster.get(f"{self._pods()}?labelSelector={pods.LAUNCH_LABEL}%3D{self._launch}")["items"]
+                found = self._find_pods()
             except EngineError as error:
                 for life in lives:
                     life.watcher.on_state(life.spec, ProcessState(life.state.phase, str(error)))
             else:
-                by_place = {pods.index_of(pod): pod for pod in found}
-                for life in lives:
-                    self._look(life, by_place.pop(life.place, None))
+                ends = [(life, end) for life in lives if (end := self._look(life, found.pop(life.place, None)))]
+                self._tell_ends(ends)
                 # The other pods may belong to workers that are being started at this moment.
-                for place in self._unwanted.intersection(by_place):
-                    self._delete_pod(by_place[place]["metadata"]["name"])
+                for place in self._unwanted.intersection(found):
+                    self._delete_pod(found[place][0])
                 if self._closing and not self._lives:
                     return
             if monotonic() > self._give_up_at:
                 return  # `close` has reported it
             sleep(LOOK_S)
 
-    def _look(self, life: _Life, pod: Mapping[str, Any] | None) -> None:
-        if pod is None:
+    def _find_pods(self) -> dict[tuple[str, int], tuple[str, ProcessState]]:
+        """The name of each pod, and the state of its worker, by batch and index; raises `EngineError`."""
+        answer = self._cluster.get(f"{self._pods()}?labelSelector={pods.LAUNCH_LABEL}%3D{self._launch}")
+        try:
+            return {pods.index_of(pod): (pod["metadata"]["name"], pods.state_of(pod)) for pod in answer["items"]}
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(f"the cluster's list of pods cannot be read: {error!r}") from error
+
+    def _look(self, life: _Life, found: tuple[str, ProcessState] | None) -> ProcessState | None:
+        """Look at a worker's pod, if there is one; return how the worker has ended, if it has."""
+        if found is None:
             if not life.pod and life.ended:
                 self._unwanted.add(life.place)
             if life.pod or life.ended:
-                self._tell_end(life, ProcessState("ended", "its pod was deleted" if life.pod else "it had no pod yet"))
-            return
-        state = pods.state_of(pod)
-        life.pod = pod["metadata"]["name"]
+                return ProcessState("ended", "its pod was deleted" if life.pod else "it had no pod yet")
+            return None
+        life.pod, state = found
         if state.phase in ("running", "ended") and life.log is None:
             life.log = threading.Thread(target=self._follow, args=(life,), name="farcall-pod-log", daemon=True)
             life.log.start()
         if state.phase == "ended":
-            self._tell_end(life, state)
-        elif life.ended:
+            return state
+        if life.ended:
             self._delete_pod(life.pod)
         elif state != life.state:
             life.state = state
             life.watcher.on_state(life.spec, state)
+        return None
 
-    def _tell_end(self, life: _Life, state: ProcessState) -> None:
-        if life.log is not None:
-            life.log.join(LOG_S)
-        with self._lock:
-            del self._lives[life.spec]
-        life.watcher.on_state(life.spec, state)
+    def _tell_ends(self, ends: Sequence[tuple[_Life, ProcessState]]) -> None:
+        """Tell each end behind the worker's output; all logs together have LOG_S to end."""
+        until = monotonic() + LOG_S
+        for life, state in ends:
+            if life.log is not None:
+                life.log.join(max(0.0, until - monotonic()))
+            with self._lock:
+                del self._lives[life.spec]
+            life.watcher.on_state(life.spec, state)
 
     def _delete_pod(self, name: str) -> None:
         try:
