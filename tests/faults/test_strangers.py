@@ -48,7 +48,7 @@ def is_shown_out(stream: socket.socket) -> bool:
     return True
 
 
-GREETING = b"\x89farcall\x00\x01\x00\x01"
+GREETING = b"\x89farcall\x00\x02\x00\x01"
 STRANGERS = [
     b"GET / HTTP/1.0\r\n\r\n",
     os.urandom(1000),

@@ -105,9 +105,9 @@ def test_no_altered_record_is_read_from_a_store() -> None:
 @pytest.mark.parametrize(
     "found",
     [
-        b"\x89farcall\x00\x01\x00\x01" + (2**32 - 1).to_bytes(4, "big"),
-        b"\x89farcall\x00\x01\x00\x01" + (1000).to_bytes(4, "big") + b"\xdd\xff\xff\xff\xff" + bytes(995),
-        b"\x89farcall\x00\x01\x00\x01" + (60_000).to_bytes(4, "big") + b"\x91" * 60_000,
+        b"\x89farcall\x00\x02\x00\x01" + (2**32 - 1).to_bytes(4, "big"),
+        b"\x89farcall\x00\x02\x00\x01" + (1000).to_bytes(4, "big") + b"\xdd\xff\xff\xff\xff" + bytes(995),
+        b"\x89farcall\x00\x02\x00\x01" + (60_000).to_bytes(4, "big") + b"\x91" * 60_000,
         b"\x80\x04\x95cposix\nsystem\n(S'touch /tmp/farcall-owned'\ntR.",
         b"GET / HTTP/1.1\r\n\r\n",
     ],

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from farcall.protocol.chunks import LargeMessage
 from farcall.protocol.frame_decoder import FrameDecoder
-from farcall.protocol.frames import LARGE_BYTES, MAX_SLOTS, REQUEST, Frame, encode_frame, encode_small
+from farcall.protocol.frames import LARGE_BYTES, MAX_SLOTS, REQUEST, Frame, encode_frame, encode_small, numbered
 from farcall.protocol.session import Session
 
 PIPE_BYTES = 8 * 1024
@@ -62,8 +62,7 @@ class Sender:
     def write(self, size: int) -> None:
         number = self._next()
         frame = encode_small(REQUEST, 0, number, b"", b"", bytes(size))
-        self.session.kept.append(frame)
-        self.unsent.append(memoryview(frame))
+        self.unsent.append(memoryview(numbered([frame], self.session.write(frame))))
         self.done.add(number)
 
     def begin(self, size: int, repeatable: bool) -> None:
@@ -77,8 +76,7 @@ class Sender:
             large = self.open[which % len(self.open)].large
             if large.cut_bytes < large.size_bytes:
                 chunk = large.next_chunk(limit)
-                self.session.kept.append(chunk)
-                self.unsent.extend(map(memoryview, chunk.pieces()))
+                self.unsent.extend(map(memoryview, chunk.pieces(self.session.write(chunk))))
 
     def settle(self) -> None:
         """All has left: whose message was cut to its end goes on."""
@@ -96,8 +94,7 @@ class Sender:
                 farewell = message.large.give_up()
                 self.unsent = deque(memoryview(bytes(view)) for view in self.unsent)
                 if farewell is not None:
-                    self.session.kept.append(farewell)
-                    self.unsent.append(memoryview(farewell))
+                    self.unsent.append(memoryview(numbered([farewell], self.session.write(farewell))))
                 self.given_up.add(message.number)
                 self._end(message)
 
@@ -115,7 +112,6 @@ class Sender:
 class Receiver:
     def __init__(self) -> None:
         self.decoder = FrameDecoder()
-        self.count = 0
         self.arrived: list[Frame] = []
 
     def read(self, data: bytes) -> None:
@@ -125,10 +121,7 @@ class Receiver:
             chunk = data[: len(view)]
             view[: len(chunk)] = chunk
             data = data[len(chunk) :]
-            frames = self.decoder.received(len(chunk))
-            self.count += len(frames) + self.decoder.uncounted
-            self.decoder.uncounted = 0
-            self.arrived += frames
+            self.arrived += self.decoder.received(len(chunk))
 
 
 amounts = st.one_of(st.integers(1, 100), st.integers(1, PIPE_BYTES))
@@ -180,13 +173,13 @@ def test_messages_arrive_once_and_whole_whatever_breaks_where(plan: list[tuple[o
         elif action == "give up":
             sender.give_up(*details)  # type: ignore[arg-type]
         elif action == "acknowledge":
-            sender.session.on_acknowledged(receiver.count)
+            sender.session.on_acknowledged(receiver.decoder.count)
         elif action == "move":
             move(*details)  # type: ignore[arg-type]
         else:
             pipe.clear()
             receiver.decoder.restart()
-            sender.resume(receiver.count)
+            sender.resume(receiver.decoder.count)
     finish()
 
     numbers = [frame.call_id for frame in receiver.arrived]
@@ -201,5 +194,5 @@ def test_messages_arrive_once_and_whole_whatever_breaks_where(plan: list[tuple[o
             assert bytes(tail) == b"tail"
         for earlier in sender.before[frame.call_id]:
             assert places[earlier] < places[frame.call_id]
-    assert receiver.count == sender.session.acknowledged + len(sender.session.kept)
+    assert receiver.decoder.count == sender.session.acknowledged + len(sender.session.kept)
     assert not receiver.decoder._assemblies

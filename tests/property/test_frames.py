@@ -23,6 +23,7 @@ from farcall.protocol.frames import (
     encode_frame,
     encode_small,
     encode_small_in_python,
+    numbered,
 )
 
 sizes = st.one_of(st.integers(0, 200), st.sampled_from([LARGE_BYTES - 1, LARGE_BYTES, LARGE_BYTES + 1, 300_000]))
@@ -81,13 +82,13 @@ def feed_one(decoder: FrameDecoder, data: bytes, cuts: list[int]) -> list[Frame]
 
 @given(st.lists(messages, max_size=4), st.lists(st.integers(1, 100_000), min_size=1, max_size=8))
 def test_the_same_frames_come_out_whatever_the_split(sent: list[Any], cuts: list[int]) -> None:
-    stream = b"".join(b"".join(encode_frame(*message)) for message in sent)
+    stream = numbered([b"".join(encode_frame(*message)) for message in sent], 0)
     assert feed(stream, cuts) == [plain(message) for message in sent]
 
 
 @given(st.lists(st.binary(max_size=60), min_size=1, max_size=5))
 def test_byte_by_byte(payloads: list[bytes]) -> None:
-    stream = b"".join(encode_small(REQUEST, 0, n, b"f", b"n", payload) for n, payload in enumerate(payloads))
+    stream = numbered([encode_small(REQUEST, 0, n, b"f", b"n", payload) for n, payload in enumerate(payloads)], 0)
     assert [payload for *_, payload, _ in feed(stream, [1])] == payloads
 
 
@@ -111,7 +112,7 @@ def test_a_frame_cut_anywhere_is_not_taken_before_it_is_whole(message: Any, tabl
     head = bytearray(encode_small(REQUEST, *message[1:]))
     head[32:36] = (len(table) // 3).to_bytes(4, "little")
     entries = b"".join(number.to_bytes(8, "little") for number in table[: len(table) // 3 * 3])
-    stream = bytes(head[:40]) + entries + bytes(head[40:]) + encode_small(REQUEST, *message[1:])[:more]
+    stream = bytes(head[:40]) + entries + bytes(head[40:]) + numbered([encode_small(REQUEST, *message[1:])], 1)[:more]
     for cut in range(1, len(stream)):
         try:
             feed(stream, [cut, len(stream)], refuse)

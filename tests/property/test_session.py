@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farcall.protocol.frame_decoder import FrameDecoder
-from farcall.protocol.frames import CONTROL, LARGE_BYTES, REQUEST, Piece, encode_frame, encode_small
+from farcall.protocol.frames import CONTROL, LARGE_BYTES, REQUEST, Piece, encode_frame, encode_small, numbered
 from farcall.protocol.session import ACKNOWLEDGE_BYTES, ACKNOWLEDGE_FRAMES, Kept, Session
 
 PIPE_BYTES = 32 * 1024
@@ -26,8 +26,9 @@ class Large:
     def lost(self) -> Sequence[Kept]:
         return (self,) if self._repeatable else (encode_small(REQUEST, 1, self._number, b"", b"", b""),)
 
-    def pieces(self) -> Sequence[Piece]:
-        return encode_frame(REQUEST, 0, self._number, b"", b"", b"", [memoryview(bytes(LARGE))])
+    def pieces(self, number: int) -> Sequence[Piece]:
+        pieces = encode_frame(REQUEST, 0, self._number, b"", b"", b"", [memoryview(bytes(LARGE))])
+        return [numbered([b"".join(pieces)], number)]
 
 
 class End:
@@ -45,15 +46,16 @@ class End:
     def write(self, size: int) -> None:
         frame = encode_small(REQUEST, 0, self.next_number, b"", b"", bytes(size))
         self.next_number += 1
-        self._queue(frame, [frame])
+        self._queue(frame)
 
     def write_large(self, repeatable: bool) -> None:
         large = Large(self.next_number, repeatable)
         self.next_number += 1
-        self._queue(large, large.pieces())
+        self._queue(large)
 
-    def _queue(self, kept: Kept, pieces: Sequence[Piece]) -> None:
-        self.session.kept.append(kept)
+    def _queue(self, kept: Kept) -> None:
+        number = self.session.write(kept)
+        pieces = [numbered([kept], number)] if isinstance(kept, bytes) else kept.pieces(number)
         self.unsent.extend(memoryview(piece) for piece in pieces)
 
     def read(self, data: bytes) -> None:
@@ -65,7 +67,7 @@ class End:
             self.bytes_received += len(chunk)
             frames = self.decoder.received(len(chunk))
             session = self.session
-            session.received += len(frames)
+            session.received = self.decoder.count
             for frame in frames:
                 if frame.kind == CONTROL:
                     session.on_acknowledged(frame.call_id)
@@ -74,7 +76,7 @@ class End:
             if frames and (session.received >= session.due_at or self.bytes_received >= session.due_at_bytes):
                 count = session.acknowledgement(self.bytes_received)
                 told = encode_small(CONTROL, 0, count, b"", b"", b"")
-                self._queue(told, [told])
+                self._queue(told)
 
 
 class Pipe:
@@ -109,7 +111,7 @@ def reconnect(ends: Sequence[End]) -> list[Pipe]:
     """Break the connection, whatever is on its way, and make a new one."""
     for end in ends:
         end.session.broke()
-        end.decoder = FrameDecoder()
+        end.decoder.restart()
         end.unsent.clear()
     counts = [end.session.resume() for end in ends]
     for end, count in zip(ends, reversed(counts), strict=True):

@@ -10,6 +10,7 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -17,14 +18,14 @@
 #error "the numbers of a frame are written as little-endian machines keep them"
 #endif
 
-enum { INTERFACE = 1, VERSION = 1, REQUEST = 1, LETTER = 5 };
+enum { INTERFACE = 2, VERSION = 2, REQUEST = 1, LETTER = 5 };
 
 typedef struct {
     char magic[2];
     uint8_t version, kind;
     uint32_t flags;
     uint64_t call_id, payload_bytes;
-    uint32_t function_bytes, notes_bytes, buffer_count, reserved;
+    uint32_t function_bytes, notes_bytes, buffer_count, number;
 } Header;
 
 typedef struct {
@@ -91,6 +92,43 @@ static PyObject *encode_small(PyObject *module, PyObject *const *arguments, Py_s
     return frame;
 }
 
+static PyObject *numbered(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
+{
+    int is_one = count == 2 && PyBytes_CheckExact(arguments[0]);
+    if (count != 2 || (!is_one && !PyList_CheckExact(arguments[0]))) {
+        PyErr_SetString(PyExc_TypeError, "numbered takes a frame, or a list of frames, and a number");
+        return NULL;
+    }
+    uint32_t number = (uint32_t)PyLong_AsUnsignedLongLongMask(arguments[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    PyObject *frames = arguments[0];
+    Py_ssize_t frame_count = is_one ? 1 : PyList_Size(frames), size, total = 0;
+    char *bytes;
+    for (Py_ssize_t i = 0; i < frame_count; i++) {
+        if (PyBytes_AsStringAndSize(is_one ? frames : PyList_GetItem(frames, i), &bytes, &size) < 0)
+            return NULL;
+        if (size < (Py_ssize_t)sizeof(Header)) {
+            PyErr_SetString(PyExc_ValueError, "a frame has no header");
+            return NULL;
+        }
+        if (size > PY_SSIZE_T_MAX - total)
+            return PyErr_NoMemory();
+        total += size;
+    }
+    PyObject *joined = PyBytes_FromStringAndSize(NULL, total);
+    if (joined == NULL)
+        return NULL;
+    char *place = PyBytes_AsString(joined);
+    for (Py_ssize_t i = 0; i < frame_count; i++, number++) { /* the interpreter is ours: the list is what it was */
+        PyBytes_AsStringAndSize(is_one ? frames : PyList_GetItem(frames, i), &bytes, &size);
+        memcpy(place, bytes, (size_t)size);
+        memcpy(place + offsetof(Header, number), &number, sizeof number);
+        place += size;
+    }
+    return joined;
+}
+
 /* ------------------------------------------------------------------ reading */
 
 /* The tickets of a frame, an empty tuple if it has no buffers; None if one of its buffers is inline. */
@@ -141,15 +179,17 @@ static PyObject *read_frame(PyObject *make_frame, const Header *header, const ch
     return frame;
 }
 
-/* Append the frames at the beginning of `bytes` to the list, as far as they are whole; -1: an error. */
-static Py_ssize_t take_frames(PyObject *make_frame, PyObject *make_ticket, const char *bytes, uint64_t left, PyObject *frames)
+/* Append the frames at the beginning of `bytes` to the list, as far as they are whole and their numbers, from `number`
+   on, are right; -1: an error. */
+static Py_ssize_t take_frames(PyObject *make_frame, PyObject *make_ticket, const char *bytes, uint64_t left,
+                              PyObject *frames, uint32_t number)
 {
     const char *at = bytes;
     Header header;
     while (left >= sizeof header) {
         memcpy(&header, at, sizeof header);
         if (header.magic[0] != 'f' || header.magic[1] != 'c' || header.version != VERSION || header.kind < REQUEST ||
-            header.kind > LETTER)
+            header.kind > LETTER || header.number != number)
             break;
         /* None of these sums can overflow: the lengths but one have 32 bits, and that one is compared by itself. */
         uint64_t table_bytes = (uint64_t)header.buffer_count * sizeof(Entry);
@@ -170,6 +210,7 @@ static Py_ssize_t take_frames(PyObject *make_frame, PyObject *make_ticket, const
             return -1;
         }
         Py_DECREF(frame);
+        number++;
         at += small_bytes + header.payload_bytes;
         left -= small_bytes + header.payload_bytes;
     }
@@ -178,10 +219,11 @@ static Py_ssize_t take_frames(PyObject *make_frame, PyObject *make_ticket, const
 
 static PyObject *take_whole(PyObject *module, PyObject *const *arguments, Py_ssize_t count)
 {
-    if (count != 6 || !PyList_CheckExact(arguments[5])) {
-        PyErr_SetString(PyExc_TypeError, "take_whole takes six arguments, the last of them a list");
+    if (count != 7 || !PyList_CheckExact(arguments[5])) {
+        PyErr_SetString(PyExc_TypeError, "take_whole takes seven arguments, the sixth of them a list");
         return NULL;
     }
+    uint32_t number = (uint32_t)PyLong_AsUnsignedLongLongMask(arguments[6]);
     Py_ssize_t start = PyLong_AsSsize_t(arguments[3]), end = PyLong_AsSsize_t(arguments[4]), taken = -1;
     if (PyErr_Occurred())
         return NULL;
@@ -192,7 +234,7 @@ static PyObject *take_whole(PyObject *module, PyObject *const *arguments, Py_ssi
         PyErr_SetString(PyExc_ValueError, "these bytes are not in the staging");
     else
         taken = take_frames(arguments[0], arguments[1], (const char *)staging.buf + start, (uint64_t)(end - start),
-                            arguments[5]);
+                            arguments[5], number);
     PyBuffer_Release(&staging);
     return taken < 0 ? NULL : PyLong_FromSsize_t(start + taken);
 }
@@ -202,8 +244,11 @@ static PyObject *take_whole(PyObject *module, PyObject *const *arguments, Py_ssi
 static PyMethodDef functions[] = {
     {"encode_small", (PyCFunction)(void (*)(void))encode_small, METH_FASTCALL,
      "encode_small(kind, flags, call_id, function, notes, payload): the bytes of a frame without buffers."},
+    {"numbered", (PyCFunction)(void (*)(void))numbered, METH_FASTCALL,
+     "numbered(frames, number): a frame, or a list of frames, joined, each with its number."},
     {"take_whole", (PyCFunction)(void (*)(void))take_whole, METH_FASTCALL,
-     "take_whole(Frame, Ticket, staging, start, end, frames): append the frames that have come whole; return their end."},
+     "take_whole(Frame, Ticket, staging, start, end, frames, number): append the frames that have come whole; return "
+     "their end."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from farcall.protocol.frames import ABANDONED, CHUNK, HEADER, MAGIC, VERSION, Piece
+from farcall.protocol.frames import ABANDONED, CHUNK, HEADER, MAGIC, NUMBER_MASK, VERSION, Piece, numbered
 from farcall.protocol.session import Kept
 
 SMALLEST_CHUNK_BYTES = 64 * 1024
@@ -85,11 +85,15 @@ class LargeMessage:
         assert not chunk.may_be_there
         self.cut_bytes = chunk.start
 
-    def bytes_of(self, start: int, end: int) -> list[Piece]:
-        """One chunk as it travels on the wire."""
+    def bytes_of(self, start: int, end: int, number: int) -> list[Piece]:
+        """One chunk as it travels on the wire, as the frame with this number."""
         found: list[Piece] = []
         if end - start < self.size_bytes:
-            found.append(HEADER.pack(MAGIC, VERSION, CHUNK, self._slot, start, end - start, 0, 0, 0, 0))
+            sizes = (end - start, 0, 0, 0)
+            found.append(HEADER.pack(MAGIC, VERSION, CHUNK, self._slot, start, *sizes, number & NUMBER_MASK))
+        else:
+            found.append(numbered(bytes(self._parts[0][: HEADER.size]), number))
+            start = HEADER.size
         index = bisect_right(self._starts, start) - 1
         while start < end:
             begins = self._starts[index]
@@ -149,6 +153,6 @@ class Chunk:
         """See `Unkept`."""
         return self.message.lost(self)
 
-    def pieces(self) -> Sequence[Piece]:
+    def pieces(self, number: int) -> Sequence[Piece]:
         """See `Unkept`."""
-        return self.message.bytes_of(self.start, self._end)
+        return self.message.bytes_of(self.start, self._end, number)

@@ -23,6 +23,7 @@ from farcall.protocol.frames import (
     LETTER,
     MAGIC,
     MAX_SLOTS,
+    NUMBER_MASK,
     REQUEST,
     VERSION,
     Frame,
@@ -43,9 +44,9 @@ MAX_PART_BYTES = 1 << 46
 Allocate: TypeAlias = Callable[[int], memoryview]
 
 take_whole: Callable[..., int] | None = None if library is None else library.take_whole
-"""``take_whole(Frame, Ticket, staging, start, end, frames)``: append the frames that lie whole between ``start`` and
-``end``, up to the first that does not, makes no sense or has inline buffers; return where that begins. None: Python
-code takes them all."""
+"""``take_whole(Frame, Ticket, staging, start, end, frames, number)``: append the frames that lie whole between
+``start`` and ``end``, with numbers from ``number`` on, up to the first that does not, makes no sense or has inline
+buffers; return where that begins. None: Python code takes them all."""
 
 
 class FrameError(NetworkError):
@@ -65,7 +66,7 @@ class FrameDecoder:
     filling    the rest of one large part                  that part is complete: the next part, or staging
     in chunk   the rest of one chunk                       that chunk is complete: staging
 
-    Each message that comes in chunks has a decoder of its own, which gets the bytes of its chunks.
+    Each message that comes in chunks has a decoder of its own, which gets the bytes of its chunks: one frame, number 0.
     Mutable: everything but the limits; the positions ``_start`` and ``_end`` bound the unread bytes of the staging.
     """
 
@@ -85,7 +86,7 @@ class FrameDecoder:
         "_start",
         "_taken",
         "_view",
-        "uncounted",
+        "count",
     )
 
     def __init__(self, allocate: Allocate = allocate_plainly, *, max_slots: int = MAX_SLOTS) -> None:
@@ -96,8 +97,8 @@ class FrameDecoder:
         self._chunk_skip = 0  # how many of these came over an earlier connection
         self._taken = 0  # in the decoder of one message: how many of its bytes have come
         self._room = STAGING_BYTES
-        self.uncounted: int = 0
-        """Frames of the link beyond those returned, since a chunk counts as one. The reader resets it."""
+        self.count: int = 0
+        """How many frames have come, over all connections: the number of the next one. Each chunk counts as one."""
         self._staging = bytearray(FIRST_STAGING_BYTES)
         self._view = memoryview(self._staging)
         self._start = 0
@@ -139,20 +140,24 @@ class FrameDecoder:
             if done is None:
                 return frames
             self._frame = None
+            self.count += 1
             frames.append(done)
         staging, view = self._staging, self._view
         unpack_header = HEADER.unpack_from
         while True:
             if take_whole is not None:
-                self._start = take_whole(Frame, Ticket, staging, self._start, self._end, frames)
+                before = len(frames)
+                self._start = take_whole(Frame, Ticket, staging, self._start, self._end, frames, self.count)
+                self.count += len(frames) - before
             start = self._start
             if self._end - start < 40:
                 break
-            (magic, version, kind, flags, call_id, payload_len, function_len, notes_len, buffer_count, _) = (
+            (magic, version, kind, flags, call_id, payload_len, function_len, notes_len, buffer_count, number) = (
                 unpack_header(staging, start)
             )
             if magic != MAGIC or version != VERSION or not REQUEST <= kind <= LETTER:
                 if magic == MAGIC and version == VERSION and kind == CHUNK:
+                    self._check(number)
                     self._start += 40
                     frames += self._begin_chunk(flags, call_id, payload_len)
                     if self._chunk is not None:
@@ -161,6 +166,7 @@ class FrameDecoder:
                 raise FrameError(
                     f"the peer sent {bytes(staging[start : start + 8])!r}, which is not the start of a frame"
                 )
+            self._check(number)
             after_table = start + 40 + 24 * buffer_count
             if after_table <= self._end:
                 # The fast path: most frames have arrived whole, and need no `_PartialFrame`. (`take_whole` has taken
@@ -180,6 +186,7 @@ class FrameDecoder:
                         end += size
                 if len(buffers) == buffer_count and end <= self._end:
                     self._start = end
+                    self.count += 1
                     frames.append(
                         Frame(
                             kind,
@@ -204,8 +211,17 @@ class FrameDecoder:
             if done is None:
                 self._frame = partial
                 break
+            self.count += 1
             frames.append(done)
         return frames
+
+    def _check(self, number: int) -> None:
+        """Refuse a frame that is not the next one."""
+        if number != self.count & NUMBER_MASK:
+            raise FrameError(
+                f"the peer sent frame {number} in the place of frame {self.count & NUMBER_MASK}: one was lost or "
+                "repeated, so nothing that follows can be trusted; please report this"
+            )
 
     # ------------------------------------------------------------------ messages in chunks
 
@@ -269,7 +285,6 @@ class FrameDecoder:
             if len(frames) > 1 or self._chunk_left or message._start != message._end:
                 raise FrameError("the peer sent more bytes of a message than it has")
             del self._assemblies[self._chunk]
-            self.uncounted -= 1
         if self._chunk_left:
             self._offer_chunk_room()
         else:
@@ -278,7 +293,7 @@ class FrameDecoder:
 
     def _end_chunk(self) -> None:
         self._chunk = self._fill_view = None
-        self.uncounted += 1
+        self.count += 1
         self._room = BETWEEN_CHUNKS_BYTES if self._assemblies else STAGING_BYTES
 
     # ------------------------------------------------------------------ parts

@@ -12,7 +12,7 @@ No socket, thread, clock or torch. All integers are little-endian.
     24      4     function length (requests only)
     28      4     notes length (what rides along, see notes.py)
     32      4     number of buffers
-    36      4     reserved, 0
+    36      4     number: how many frames came before over this link, the low 32 bits
     40      24*n  buffer table: length (8), segment (8), offset (8); segment 0 means inline, the highest bit that it
                   is a segment of the receiver, which gets back a block that it had lent; the next one that
                   the sender goes on using these bytes
@@ -24,7 +24,10 @@ A large message travels in chunks, and other frames pass between them. A chunk h
 contents: the flags hold a slot, which distinguishes the messages in progress; the call id is the offset of the chunk's
 bytes within the message; the payload length is their number. The first chunk of a message begins with the message's
 own header. The flag ABANDONED says instead that no more of the message comes. The receiver reassembles at most
-MAX_SLOTS messages at a time.
+MAX_SLOTS messages at a time. Each chunk is a frame of the link and has a number; in the message's own header it is 0.
+
+A frame gets its number when it leaves, also when it leaves again (`session.py`). Another one than expected ends the
+link: so a slip at either end, which loses or repeats a frame, can never run a request twice.
 
 The order of frames: a frame whose sending ended before that of another began arrives first. Of two frames that two
 threads send at the same time, either may be first: small frames pass between the chunks of large ones, and large
@@ -43,9 +46,12 @@ from farcall.ids import RefId
 from farcall.protocol.compiled import library
 
 MAGIC = b"fc"
-VERSION = 1
+VERSION = 2
 HEADER = Struct("<2sBBIQQIIII")
 BUFFER_ENTRY = Struct("<QQQ")
+NUMBER = Struct("<I")
+NUMBER_AT = 36
+NUMBER_MASK = (1 << 32) - 1
 
 LARGE_BYTES = 64 * 1024
 """Pieces of at least this size are sent and received without being joined to others."""
@@ -141,6 +147,18 @@ encode_small: Callable[[int, int, int, bytes, bytes, bytes], bytes] = (
     encode_small_in_python if library is None else library.encode_small
 )
 """``encode_small(kind, flags, call_id, function, notes, payload)``: a frame without buffers as one ``bytes``."""
+
+
+def numbered_in_python(frames: bytes | list[bytes], number: int) -> bytes:
+    """See `numbered`."""
+    pieces: list[bytes] = []
+    for count, frame in enumerate([frames] if isinstance(frames, bytes) else frames, number):
+        pieces += frame[:NUMBER_AT], NUMBER.pack(count & NUMBER_MASK), frame[HEADER.size :]
+    return b"".join(pieces)
+
+
+numbered: Callable[[bytes | list[bytes], int], bytes] = numbered_in_python if library is None else library.numbered
+"""``numbered(frames, number)``: a frame, or a list of frames, joined, each with its number, from ``number`` on."""
 
 
 def encode_frame(

@@ -33,7 +33,7 @@ from farcall.errors import Delivery, HandshakeRefused
 from farcall.ids import check_worker_name
 from farcall.protocol.member import Member
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 MAX_MESSAGE_BYTES: Final = 64 * 1024
 NONCE_BYTES: Final = 32
 MAGIC: Final = b"\x89farcall"

@@ -381,7 +381,7 @@ class Weights:
             claim = publication.machine.claim
         if peer is None or made is None:
             return  # the member is gone, and the machine hears of that
-        offered = not isinstance(peer, RemotePeer) or peer.lending is not None
+        offered = not isinstance(peer, RemotePeer) or self.offers.may_offer(made.blocks, peer)
         on_devices: list[OnDevice] = []
         if isinstance(peer, RemotePeer) and offered:
             on_devices = self.twins.openers(made.blocks, peer)

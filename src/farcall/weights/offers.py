@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -31,6 +32,12 @@ class Offers:
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         weights.node.hooks.on_control(BlockRefused, self._on_refused)
+
+    def may_offer(self, blocks: Iterable[Block], peer: RemotePeer) -> bool:
+        """Can ``peer`` read these blocks: has it their descriptors, or can it get them over its connection?"""
+        if peer.lending is None:
+            return False
+        return peer.link.transport.carries_descriptors or all(peer.incarnation in block.offered_to for block in blocks)
 
     def offer(self, block: Block, peer: RemotePeer) -> None:
         """Send ``peer`` the descriptor of ``block``, unless it has that. Never waits."""
@@ -72,7 +79,8 @@ class Offers:
         frame = encode_small(CONTROL, CARRIES_DESCRIPTOR, 0, b"", b"", message)
         lost = LostOffer(partial(self._on_lost, block, peer))
         try:
-            peer.link.outgoing.send_with_descriptor(frame, descriptor, monotonic() + OFFER_S, lost)
+            if not peer.link.outgoing.send_with_descriptor(frame, descriptor, monotonic() + OFFER_S, lost):
+                peer.control(BlockOffered(block.block_id, 0))  # the link came back over TCP: as bytes
         except RpcTimeout:
             self._on_lost(block, peer)
         finally:

@@ -18,6 +18,7 @@ from farcall.protocol.frames import (
     Piece,
     encode_frame,
     encode_small,
+    numbered,
 )
 
 CONTENT = bytes(range(256)) * (LARGE_BYTES // 256) + b"and a little more"
@@ -28,11 +29,11 @@ def pieces(number: int = 1) -> list[Piece]:
     return encode_frame(REQUEST, 0, number, b"f", b"n", b"payload", [memoryview(CONTENT), memoryview(b"tail")])
 
 
-def chunks(slot: int = 0, limit: int = 10_000, number: int = 1) -> list[bytes]:
+def chunks(slot: int = 0, limit: int = 10_000, number: int = 1, first: int = 0) -> list[bytes]:
     message = LargeMessage(pieces(number), slot, None)
-    found = []
+    found: list[bytes] = []
     while message.cut_bytes < message.size_bytes:
-        found.append(b"".join(message.next_chunk(limit).pieces()))
+        found.append(b"".join(message.next_chunk(limit).pieces(first + len(found))))
     return found
 
 
@@ -51,6 +52,10 @@ def is_whole(frame: Frame) -> bool:
     return [bytes(buffer) for buffer in frame.buffers] == [CONTENT, b"tail"] and bytes(frame.payload) == b"payload"
 
 
+def in_order(stream: list[bytes], first: int = 0) -> bytes:
+    return numbered([frame for frame in stream if frame], first)
+
+
 def chunk(slot: int, offset: int, size: int, flags: int = 0) -> bytes:
     return HEADER.pack(MAGIC, VERSION, CHUNK, slot | flags, offset, size, 0, 0, 0, 0)
 
@@ -62,20 +67,21 @@ def test_chunks_become_the_message(limit: int, step: int) -> None:
     parts = chunks(limit=limit)
     (frame,) = feed(decoder, b"".join(parts), step)
     assert is_whole(frame)
-    assert decoder.uncounted + 1 == len(parts)
+    assert decoder.count == len(parts)
 
 
 def test_a_message_that_fits_into_one_chunk_is_a_plain_frame() -> None:
     assert chunks(limit=1 << 30) == [b"".join(pieces())]
+    assert chunks(limit=1 << 30, first=9) == [numbered([b"".join(pieces())], 9)]
 
 
 def test_others_pass_between_the_chunks() -> None:
     first, second = chunks(0, number=1), chunks(1, 20_000, number=2)
-    stream = b""
+    stream: list[bytes] = []
     for index in range(max(len(first), len(second))):
-        stream += encode_small(REQUEST, 0, 100 + index, b"", b"", b"")
-        stream += b"".join(first[index : index + 1]) + b"".join(second[index : index + 1])
-    frames = feed(FrameDecoder(), stream, 999)
+        stream.append(encode_small(REQUEST, 0, 100 + index, b"", b"", b""))
+        stream += first[index : index + 1] + second[index : index + 1]
+    frames = feed(FrameDecoder(), in_order(stream), 999)
     large = [frame for frame in frames if frame.call_id < 100]
     assert sorted(frame.call_id for frame in large) == [1, 2]
     assert all(map(is_whole, large))
@@ -111,7 +117,7 @@ def test_a_connection_may_break_at_any_byte_of_a_chunk() -> None:
         for cut in (0, 1, 39, 40, 41, 5000, len(parts[lost]) - 1):
             decoder = FrameDecoder()
             assert not feed(decoder, b"".join(parts[:lost]) + parts[lost][:cut])
-            assert decoder.uncounted == lost
+            assert decoder.count == lost
             decoder.restart()
             (frame,) = feed(decoder, b"".join(parts[lost:]))
             assert is_whole(frame)
@@ -126,9 +132,9 @@ def test_a_message_that_is_given_up_leaves_nothing_and_its_slot_is_free() -> Non
     assert farewell is not None
     assert first.lost() == ()  # what the peer is told comes behind
     decoder = FrameDecoder()
-    assert not feed(decoder, b"".join(first.pieces()) + farewell)
-    assert decoder.uncounted == 2
-    (frame,) = feed(decoder, b"".join(chunks(slot=3)))
+    assert not feed(decoder, in_order([b"".join(first.pieces(0)), farewell]))
+    assert decoder.count == 2
+    (frame,) = feed(decoder, in_order(chunks(slot=3), 2))
     assert is_whole(frame)
 
 
@@ -143,8 +149,8 @@ def test_what_is_lost_while_its_sender_waits_is_written_again() -> None:
     assert instead == b"instead"
     assert last.lost() == ()  # told once
     decoder = FrameDecoder()
-    feed(decoder, b"".join(first.pieces()))
-    assert not feed(decoder, farewell)
+    feed(decoder, b"".join(first.pieces(0)))
+    assert not feed(decoder, in_order([farewell], 1))
     assert not decoder._assemblies
 
 
@@ -162,9 +168,14 @@ def test_a_repeatable_message_is_written_again_for_good() -> None:
         (chunk(0, 0, 0), "bytes 0 to 0"),
         (chunk(0, 5, 10), "bytes 5 to 15"),
         (chunk(0, 0, 50) + chunk(0, 0, 10), "slot 0, of 0"),
-        (chunk(0, 0, 81) + encode_small(REQUEST, 0, 1, b"", b"", b"") * 2, "more bytes"),
-        (chunk(0, 0, 80) + encode_small(REQUEST, 0, 1, b"", b"", b"") * 2, "more bytes"),
         (chunk(0, 0, 41) + encode_small(REQUEST, 0, 1, b"", b"", b"") + b"x", "more bytes"),
+        (chunk(0, 0, 81) + in_order([encode_small(REQUEST, 0, 1, b"", b"", b"")] * 2), "more bytes"),
+        (chunk(0, 0, 80) + in_order([encode_small(REQUEST, 0, 1, b"", b"", b"")] * 2), "more bytes"),
+        (
+            chunk(0, 0, 40) + in_order([encode_small(REQUEST, 0, 1, b"", b"", b"")], 1),
+            "frame 1 in the place of frame 0",
+        ),
+        (chunks(first=1)[0], "frame 1 in the place of frame 0"),
     ],
 )
 def test_what_makes_no_message_is_refused(data: bytes, why: str) -> None:

@@ -32,6 +32,8 @@ from farcall.protocol.frames import (
     Ticket,
     encode_frame,
     encode_small,
+    numbered,
+    numbered_in_python,
 )
 
 
@@ -98,16 +100,45 @@ def test_tickets_keep_their_places_among_inline_buffers() -> None:
 def test_many_frames_longer_than_the_staging_memory() -> None:
     one = encode_small(REQUEST, 0, 5, b"f", b"", b"x" * 1000)
     count = 3 * STAGING_BYTES // len(one)
-    assert len(feed(FrameDecoder(), one * count)) == count
+    assert len(feed(FrameDecoder(), numbered([one] * count, 0))) == count
 
 
 def test_a_link_takes_little_memory_until_much_comes_at_once() -> None:
     decoder = FrameDecoder()
     one = encode_small(REQUEST, 0, 5, b"f", b"", b"x" * 1000)
-    assert sum(len(feed(decoder, one)) for _ in range(100)) == 100
+    assert sum(len(feed(decoder, numbered([one], number))) for number in range(100)) == 100
     assert len(decoder.writable()) <= FIRST_STAGING_BYTES
-    assert len(feed(decoder, one * 100)) == 100
+    assert len(feed(decoder, numbered([one] * 100, 100))) == 100
     assert len(decoder.writable()) > FIRST_STAGING_BYTES
+
+
+SMALL = encode_small(REQUEST, 0, 5, b"f", b"", b"x")
+WITH_BUFFER = b"".join(encode_frame(REQUEST, 0, 5, b"f", b"", b"x", [memoryview(b"inline")]))
+LARGE = b"".join(encode_frame(REQUEST, 0, 5, b"f", b"", b"x", [memoryview(bytes(STAGING_BYTES))]))
+IN_CHUNKS = HEADER.pack(MAGIC, VERSION, CHUNK, 0, 0, len(SMALL), 0, 0, 0, 0) + SMALL
+
+
+@pytest.mark.parametrize("frame", [SMALL, WITH_BUFFER, LARGE, IN_CHUNKS])
+@pytest.mark.parametrize("number", [0, 1, 3, 2**32 - 1])
+def test_a_frame_with_another_number_than_the_next_one_is_refused(frame: bytes, number: int) -> None:
+    decoder = FrameDecoder()
+    assert len(feed(decoder, numbered([frame, frame], 0))) == decoder.count == 2
+    with pytest.raises(FrameError, match=f"frame {number} in the place of frame 2"):
+        feed(decoder, numbered([frame], number))
+    assert decoder.count == 2
+
+
+@pytest.mark.parametrize("frame", [SMALL, WITH_BUFFER, LARGE, IN_CHUNKS])
+def test_numbers_go_on_behind_the_last_of_32_bits(frame: bytes) -> None:
+    decoder = FrameDecoder()
+    decoder.count = 2**32 - 1
+    assert len(feed(decoder, numbered([frame] * 3, 2**32 - 1))) == 3
+    assert decoder.count == 2**32 + 2
+
+
+def test_both_roads_write_the_same_numbers() -> None:
+    frames = [SMALL, WITH_BUFFER]
+    assert numbered(frames, 2**32 - 1) == numbered_in_python(frames, 2**32 - 1)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,8 @@ class VersionTaken(ControlMessage, frozen=True, tag=104):
 class BlockOffered(ControlMessage, frozen=True, tag=105):
     """A block of the sender's memory that holds versions. Its descriptor rides along, unless ``size_bytes`` is 0.
 
-    0 means that the sender had no descriptor to spare: the receiver must fetch the bytes in the block.
+    0 means that the sender had no descriptor to spare, or that this link carries none: the receiver must fetch the
+    bytes in the block.
     """
 
     block_id: Count

@@ -126,7 +126,7 @@ class Link:
             backlog_limit_bytes,
             on_error=self.broke,
             dead=self.dead,
-            kept=self.session.kept,
+            session=self.session,
             on_wanted=on_wanted,
         )
         self.incoming: Incoming = Incoming(
@@ -254,7 +254,7 @@ class Link:
         Closes ``transport`` and raises ``SessionError`` if the session cannot go on.
         """
         try:
-            self.outgoing.resumed(self.session, received)
+            self.outgoing.resumed(received)
             with self._break_lock:
                 self.transport = transport  # from here on, `_break` ignores errors of the old one
             self.incoming.connect(first_bytes)

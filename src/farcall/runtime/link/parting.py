@@ -78,7 +78,7 @@ class Partings:
         if bond is None or bond.parting is not Parting.NO or not self._may_part(peer, awaited):
             return
         bond.part(Parting.PROPOSED)
-        if not link.outgoing.pause_behind(_encoded(Part(link.session.received)), link.session):
+        if not link.outgoing.pause_behind(_encoded(Part(link.session.received))):
             bond.parting = Parting.NO
 
     def _may_part(self, peer: RemotePeer, awaited: Collection[Peer]) -> bool:
@@ -91,7 +91,7 @@ class Partings:
         if bond is not None and bond.parting is Parting.NO and self._may_part(peer, self._watcher.awaited()):
             bond.part(Parting.AGREED)
             parted = _encoded(Parted(link.session.received))
-            if link.outgoing.pause_behind(parted, link.session, message.received):
+            if link.outgoing.pause_behind(parted, message.received):
                 return
             bond.parting = Parting.NO
         if link.up:

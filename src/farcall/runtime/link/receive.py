@@ -190,8 +190,7 @@ class Incoming:
             frames = self._decoder.received(count)
         except MemoryError as error:
             raise FrameError(NO_MEMORY) from error
-        self._link.session.received += len(frames) + self._decoder.uncounted
-        self._decoder.uncounted = 0
+        self._link.session.received = self._decoder.count
         self._frames.extend(frames)
 
     def watch_connection(self) -> None:
@@ -421,11 +420,10 @@ class Incoming:
         except MemoryError as error:
             # Frames that the decoder had taken already are lost, and nobody could count them.
             raise FrameError(NO_MEMORY) from error
-        if frames or decoder.uncounted:
+        session = self._link.session
+        if decoder.count != session.received:
             self._frames.extend(frames)
-            session = self._link.session
-            session.received += len(frames) + decoder.uncounted
-            decoder.uncounted = 0
+            session.received = decoder.count
             if session.received >= session.due_at or (frames and self.bytes_received >= session.due_at_bytes):
                 # An acknowledgement is due. After many small frames, every other one waits for a frame to ride along
                 # with: in a dialogue that costs nothing.

@@ -36,7 +36,7 @@ class LostOffer:
         self._withdraw()
         return ()
 
-    def pieces(self) -> Sequence[Piece]:
+    def pieces(self, number: int) -> Sequence[Piece]:
         raise AssertionError("an offer is made anew")
 
 

@@ -17,7 +17,9 @@ threads. Knows nothing of what frames mean. Over 400 lines, since all of it is o
 - A link that is down, and for which nobody dials, is *asleep*. A sender queues its frame, then looks whether the link
   is asleep, and if so calls ``on_wanted``. The I/O thread marks the link asleep, then looks at the queue. So one of
   the two always sees the other.
-- Every frame goes to ``kept`` of the session, in wire order and before its first byte leaves.
+- Every frame goes to ``kept`` of the session, in wire order and before its first byte leaves, and gets its number then.
+- An error that no transport should raise (no memory, a defect) breaks the connection like any other: nobody knows which
+  bytes have left, and the next connection's count tells.
 """
 
 from __future__ import annotations
@@ -29,15 +31,18 @@ from time import monotonic
 
 from farcall.errors import Delivery, PeerDead, RpcTimeout
 from farcall.protocol.chunks import Chunk, ChunkSize, Instead, LargeMessage
-from farcall.protocol.frames import HEADER, MAX_SLOTS, REQUEST, Piece
-from farcall.protocol.session import Kept, Session, Unkept
+from farcall.protocol.frames import HEADER, MAX_SLOTS, REQUEST, Piece, numbered
+from farcall.protocol.session import Session, Unkept
 from farcall.runtime.io import sigint
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import is_interrupted, stop_reading
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.resend import NOBODYS, nothing_instead
 from farcall.runtime.link.send_queue import SendQueue, bounded
-from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportError
+from farcall.transport.interface import WAIT_SLICE_S, Transport, TransportBroken, TransportError
+
+COPIED_BYTES = 32 * 1024
+"""A frame of up to this size is copied to get its number; of a larger one only the header."""
 
 
 class _Interrupted(Exception):
@@ -53,13 +58,13 @@ class Outgoing:
         "_dead",
         "_descriptor",
         "_free_slots",
-        "_kept",
         "_large",
         "_loop",
         "_name",
         "_on_error",
         "_on_wanted",
         "_outbox",
+        "_session",
         "_stays",
         "_transport",
         "_unsent",
@@ -79,7 +84,7 @@ class Outgoing:
         *,
         on_error: Callable[[Exception, Transport], None],
         dead: Callable[[Delivery], PeerDead],
-        kept: deque[Kept],
+        session: Session,
         on_wanted: Callable[[], None],
     ) -> None:
         """``dead`` makes the error for frames sent after the end.
@@ -95,7 +100,7 @@ class Outgoing:
         self._descriptor = transport.fileno()
         self._on_error = on_error
         self._dead = dead
-        self._kept = kept
+        self._session = session
         self._on_wanted = on_wanted
         # Mutable. Any thread changes ``_large`` and ``_free_slots``, appends to ``_outbox`` (deques: atomic) and may
         # `pause`. All else, and taking frames out of ``_outbox``, needs the write lock.
@@ -213,12 +218,10 @@ class Outgoing:
                 self._check_time(deadline)
         self._lock_for_writing(deadline)
         try:
-            self._unsent.extend(map(memoryview, self._take_outbox()))
+            self._write_outbox()
             began, before = monotonic(), message.cut_bytes
             if before < message.size_bytes:
-                chunk = message.next_chunk(self._chunk_size.size_bytes if self._transport.takes_chunks else None)
-                self._kept.append(chunk)
-                self._unsent.extend(map(memoryview, chunk.pieces()))
+                self._write_chunk(message)
             try:
                 in_time = self._write_out(deadline)
             except _Interrupted:
@@ -243,21 +246,33 @@ class Outgoing:
                 self._large.rotate(-1)
                 self.queue.wake_waiting()
 
+    def _write_chunk(self, message: LargeMessage) -> None:
+        """Under the write lock: cut the next chunk, which counts as written from now on."""
+        chunk = message.next_chunk(self._chunk_size.size_bytes if self._transport.takes_chunks else None)
+        try:
+            pieces = [memoryview(piece) for piece in chunk.pieces(self._session.written)]
+        except BaseException:
+            message.return_chunk(chunk)
+            raise
+        self._session.write(chunk)
+        self._unsent.extend(pieces)
+
     def _return_chunk(self, message: LargeMessage) -> None:
         """Under the write lock, for a sender that stops waiting: forget its last chunk if no byte of it has left.
 
         The I/O thread finishes a chunk that has left in part; also one of which an earlier connection took some: a peer
         that is not told would begin the next message in this slot with those bytes.
         """
-        last = self._kept[-1] if self._kept else None
+        kept = self._session.kept
+        last = kept[-1] if kept else None
         if isinstance(last, Chunk) and last.message is message and not last.may_be_there:
-            pieces = last.pieces()
+            pieces = last.pieces(0)
             count = len(pieces)
             gone_or_going = self._transport.pending_bytes  # of a record begun: they leave, though still unsent here
             if len(self._unsent) >= count and _size(self._unsent) >= sum(map(len, pieces)) + gone_or_going:
                 for _ in range(count):
                     self._unsent.pop()
-                self._kept.pop()
+                self._session.unwrite()
                 message.return_chunk(last)
 
     def _give_up(self, message: LargeMessage) -> bool:
@@ -274,33 +289,48 @@ class Outgoing:
         self.flush()  # also the frames that other threads left to the holder of the lock
         return not is_whole
 
-    def send_with_descriptor(self, data: bytes, descriptor: int, deadline: float, unkept: Unkept = NOBODYS) -> None:
+    def send_with_descriptor(self, data: bytes, descriptor: int, deadline: float, unkept: Unkept = NOBODYS) -> bool:
         """Send one small frame and, with its first byte, a descriptor.
 
-        If the connection breaks, even before the first byte, the frame is lost, and ``unkept.lost`` is called: the
-        caller owns the descriptor and may close it, so the frame cannot be sent again.
+        False: this connection carries no descriptors, and nothing was sent. If the connection breaks, even before the
+        first byte, the frame is lost, and ``unkept.lost`` is called: the caller owns the descriptor and may close it,
+        so the frame cannot be sent again.
         """
         self._lock_for_writing(deadline)
-        taken = 0
+        session = self._session
         try:
-            self._unsent.extend(map(memoryview, self._take_outbox()))
+            # Another one than the last, perhaps: a link of two members of one host may come back over TCP.
+            if not self._transport.carries_descriptors:
+                return False
+            self._write_outbox()
             while self._write_out(deadline):
-                self._kept.append(unkept)
-                taken = self._transport.send((data,), (descriptor,))
+                number = session.write(unkept)  # before its first byte leaves: an acknowledgement may overtake `send`
+                try:
+                    data = numbered(data, number)
+                    taken = self._transport.send((data,), (descriptor,))
+                except Exception:
+                    session.unwrite()  # no byte has left
+                    raise
+                except BaseException as error:  # Ctrl-C: perhaps behind the system call
+                    self._failed(error)
+                    raise
                 self.bytes_sent += taken
                 if taken:
                     if taken < len(data):
                         self._unsent.append(memoryview(data)[taken:])
-                    return
-                self._kept.pop()
+                    return True
+                session.unwrite()
                 if monotonic() >= deadline:
                     break
                 self._wait_writable(WAIT_SLICE_S)
             raise RpcTimeout(f"{self._name} read no bytes in time: it is stopped, or too busy", Delivery.NOT_SENT)
         except TransportError as error:
             self._failed(error)
+            unkept.lost()  # no byte has left, and ``kept`` does not have it: the session will not call this
+            return True
         except _Interrupted:
-            unkept.lost()  # no byte has left, and ``_kept`` does not have it: the session will not call this
+            unkept.lost()  # likewise
+            return True
         finally:
             self._unlock_after_writing()
 
@@ -340,7 +370,7 @@ class Outgoing:
 
     def _unlock_after_writing(self) -> None:
         if self.queue.down:
-            pass  # ``_kept`` has the unsent frames; the next connection begins with them
+            pass  # ``kept`` has the unsent frames; the next connection begins with them
         elif self._unsent and not self.queue.closed:
             self._set_blocked(True)  # interrupted or out of time in the middle of a frame: the I/O thread ends it
         else:
@@ -351,16 +381,17 @@ class Outgoing:
 
     def _write_out(self, deadline: float) -> bool:
         """Under the write lock: send all unsent bytes, waiting for the kernel. False: the deadline came first."""
-        try:
-            while self._unsent:
-                if not self._send_some():
-                    remaining = deadline - monotonic()
-                    if remaining <= 0:
-                        return False
-                    self._wait_writable(min(WAIT_SLICE_S, remaining))
-        except TransportError as error:
-            self._failed(error)
-            raise _Interrupted from error
+        while self._unsent:
+            try:
+                has_sent = self._send_some()
+            except BaseException as error:
+                self._failed(error)
+                raise _Interrupted from error
+            if not has_sent:
+                remaining = deadline - monotonic()
+                if remaining <= 0:
+                    return False
+                self._wait_writable(min(WAIT_SLICE_S, remaining))
         return True
 
     def _wait_writable(self, timeout_s: float) -> None:
@@ -414,10 +445,17 @@ class Outgoing:
                     fresh = True
                     outbox = self._outbox
                     if len(outbox) == 1:
-                        data = outbox.popleft()
-                        self._kept.append(data)
+                        frame = outbox[0]
+                        if len(frame) > COPIED_BYTES:
+                            self._write_outbox()
+                            continue
+                        session = self._session
+                        data = numbered(frame, session.written)
+                        session.kept.append(frame)  # `write`, inlined: every call comes this way
+                        session.written += 1
+                        outbox.popleft()
                     else:
-                        data = b"".join(self._take_outbox())
+                        data = self._take_outbox()
                     taken = self._transport.send_bytes(data)
                     self.bytes_sent += taken
                     if taken == len(data):
@@ -434,15 +472,30 @@ class Outgoing:
                     return
             if self.queue.full:
                 self.queue.has_room()
-        except TransportError as error:
+        except BaseException as error:
             self._failed(error)
 
-    def _take_outbox(self) -> list[bytes]:
+    def _take_outbox(self) -> bytes:
         """Under the write lock: take the queued frames, which count as written from now on."""
-        outbox = self._outbox
-        taken = [outbox.popleft() for _ in range(len(outbox))]
-        self._kept.extend(taken)
-        return taken
+        session, outbox = self._session, self._outbox
+        frames = list(outbox)
+        data = numbered(frames, session.written)
+        session.kept.extend(frames)
+        session.written += len(frames)
+        for _ in frames:
+            outbox.popleft()
+        return data
+
+    def _write_outbox(self) -> None:
+        """Under the write lock: have the queued frames leave behind all else, and count as written from now on."""
+        if len(self._outbox) == 1 and len(self._outbox[0]) > COPIED_BYTES:
+            frame = self._outbox[0]
+            head = numbered(frame[: HEADER.size], self._session.written)
+            self._unsent.extend((memoryview(head), memoryview(frame)[HEADER.size :]))
+            self._session.write(frame)
+            self._outbox.popleft()
+        elif self._outbox:
+            self._unsent.append(memoryview(self._take_outbox()))
 
     def _set_blocked(self, blocked: bool) -> None:
         self._blocked = blocked
@@ -476,14 +529,18 @@ class Outgoing:
         self.queue.full = True
         self.queue.wake_waiting()  # `end_sending` and `Link.wait_closed` wait for this, too
 
-    def _failed(self, error: TransportError) -> None:
-        """Under the write lock: the connection takes no bytes any more.
+    def _failed(self, error: BaseException) -> None:
+        """Under the write lock: the connection takes no bytes any more. Raises Ctrl-C and its like again.
 
         Pauses by itself. A helping reader may have met the break while `_go_on` was about to begin: the link knows it
         already, its pause was undone, and whoever flushes would try without end. The next `attach` ends the pause.
         """
-        self._on_error(error, self._transport)
+        known = error if isinstance(error, TransportError) else TransportBroken(f"cannot send: {error!r}")
+        self._on_error(known, self._transport)
         self.pause()
+        if not isinstance(error, Exception):
+            self._unsent.clear()  # nobody knows which of it has left: the next connection begins with what is lost
+            raise error
 
     def detach(self) -> None:
         """On the I/O thread: let go of the broken connection, and of the bytes that it did not take."""
@@ -493,13 +550,13 @@ class Outgoing:
             self._unsent.clear()
             self.queue.queued_bytes = sum(map(len, tuple(self._outbox)))
 
-    def resumed(self, session: Session, received: int) -> None:
+    def resumed(self, received: int) -> None:
         """On the I/O thread, after `detach`: the peer has ``received`` frames; those it lacks become unsent again.
 
         Until `attach`, nothing is written, nor counts as written. Senders that give up meanwhile copy the unsent bytes.
         """
         with self._write_lock:
-            self._unsent = deque(memoryview(piece) for piece in session.resumed(received))
+            self._unsent = deque(memoryview(piece) for piece in self._session.resumed(received))
 
     def attach(self, transport: Transport) -> None:
         """On the I/O thread: go on over ``transport``, beginning with the frames that `resumed` found."""
@@ -521,7 +578,7 @@ class Outgoing:
         finally:
             sigint.leave()
 
-    def pause_behind(self, last: bytes, session: Session, received: int | None = None) -> bool:
+    def pause_behind(self, last: bytes, received: int | None = None) -> bool:
         """On the I/O thread: write ``last``, and nothing behind it until `unpause` or another connection.
 
         ``received``: how many frames the peer has. False: it lacks some, or there is more to write; not paused, though
@@ -535,19 +592,19 @@ class Outgoing:
                 return False
             if self._stays:
                 return False
-            if received is not None and not session.has_all(received):
+            if received is not None and not self._session.has_all(received):
                 return False
             # Not through the outbox: a drain would send frames that other threads append meanwhile behind ``last``.
-            self._kept.append(last)
-            taken = self._transport.send_bytes(last)
+            data = numbered(last, self._session.write(last))
+            taken = self._transport.send_bytes(data)
             self.bytes_sent += taken
-            if taken < len(last):
-                self._unsent.append(memoryview(last)[taken:])  # the kernel is full: ``last`` goes, others behind it
+            if taken < len(data):
+                self._unsent.append(memoryview(data)[taken:])  # the kernel is full: ``last`` goes, others behind it
                 self._drain()
                 return False
             self.pause()
             return True
-        except TransportError as error:
+        except BaseException as error:
             self._failed(error)
             return False
         finally:
@@ -586,7 +643,7 @@ class Outgoing:
         if not self.queue.down and self._write_lock.acquire(True, bounded(deadline - monotonic())):
             try:
                 if not self.queue.down and not self.queue.closed:
-                    self._unsent.extend(map(memoryview, self._take_outbox()))
+                    self._write_outbox()
                     if self._write_out(deadline):
                         self._transport.end_sending()
             except _Interrupted:

@@ -6,6 +6,7 @@ Owns what the peer knows of our segments. The states of one segment:
     offered   SegmentAccepted            -> accepted: tickets may name it
     offered   SegmentRefused             -> the peer gets everything inline from now on
     offered   the connection broke first -> unknown, if the peer has not got the offer (`resend.py`)
+    unknown   a link without descriptors -> unknown: inline, until one with descriptors takes its place
 
 A broken connection changes nothing else: both processes live, and so do their mappings. Tickets and releases are small
 frames, which the session retransmits if they were lost; blocks stay lent meanwhile. Only the peer's death takes them
@@ -25,7 +26,6 @@ from typing import TYPE_CHECKING
 from farcall.channel.host_memory import address_of, copy_bytes
 from farcall.channel.segment_map import SegmentMap
 from farcall.channel.shared_memory import Offer, SegmentPool
-from farcall.errors import RpcTimeout
 from farcall.protocol import messages
 from farcall.protocol.frames import CARRIES_DESCRIPTOR, CONTROL, LARGE_BYTES, SHARED, YOURS, Ticket, encode_small
 from farcall.runtime.io import sigint
@@ -172,9 +172,10 @@ class SharedMemorySender:
 
     def _offer(self, segment_id: int, deadline: float) -> None:
         """Offer the peer a segment, unless that was done before; tickets may name it once it is accepted."""
-        if self._peer.link.outgoing.queue.down:
-            return
-        later = self._peer.link.on_io_thread() or in_event_loop()
+        link = self._peer.link
+        if link.outgoing.queue.down or not link.transport.carries_descriptors:
+            return  # inline, for now: a unix connection that broke may come back over TCP, and the other way round
+        later = link.on_io_thread() or in_event_loop()
         offer = self._pool.offer(segment_id, self, keep=later)
         if offer is not None:
             if later:
@@ -192,11 +193,12 @@ class SharedMemorySender:
         message = messages.encode_message(messages.SegmentOffered(offer.segment_id, offer.size))
         frame = encode_small(CONTROL, CARRIES_DESCRIPTOR, 0, b"", b"", message)
         lost = LostOffer(partial(self._pool.withdraw_offer, offer.segment_id, self))
+        sent = False
         try:
-            self._peer.link.outgoing.send_with_descriptor(frame, offer.descriptor, deadline, lost)
-        except RpcTimeout:
-            self._pool.withdraw_offer(offer.segment_id, self)  # not sent: a later buffer offers it again
-            raise
+            sent = self._peer.link.outgoing.send_with_descriptor(frame, offer.descriptor, deadline, lost)
+        finally:
+            if not sent:
+                self._pool.withdraw_offer(offer.segment_id, self)  # a later buffer offers it again
 
     def on_accepted(self, segment_id: int) -> None:
         """The peer has mapped a segment of ours."""

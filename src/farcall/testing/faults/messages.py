@@ -15,7 +15,8 @@ name either: while there are rules about messages, large messages are sent whole
 
 A lost message must not lose its leases of shared memory, references and recorded gradients: both ends count those, and
 a real connection never loses them alone. So its `remains` still arrive, as an answer to a call that nobody made. The
-receiver reads nothing, runs nothing, and releases whatever came along.
+receiver reads nothing, runs nothing, and releases whatever came along. Likewise it would end a link whose frames have
+other numbers than it expects: so each frame gets its number anew, in the order in which they leave.
 """
 
 from __future__ import annotations
@@ -102,6 +103,11 @@ class Message:
         """The whole frame as bytes; empty for a message to the node itself, which is never encoded."""
         self.descriptors: list[int] = []
         self.names: frozenset[str] = _names_of(frame)
+
+    @property
+    def number(self) -> int:
+        """The number of this frame of a connection, as its sender counts."""
+        return int(HEADER.unpack_from(self.data)[-1])
 
     @property
     def carries_descriptor(self) -> bool:

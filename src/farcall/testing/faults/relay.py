@@ -24,6 +24,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from farcall.errors import NetworkError
+from farcall.protocol.frames import numbered
 from farcall.testing.faults.delay_line import NEVER, DelayLine
 from farcall.testing.faults.messages import Message, Splitter
 from farcall.testing.faults.rules import Cut, Delay, Direction, Duplicate, HalfOpen, Reorder, Throttle
@@ -114,6 +115,7 @@ class Relay:
         self._line = DelayLine(self._on_failed)
         self._splitter = Splitter()
         self._descriptors: deque[int] = deque()
+        self._number: int | None = None  # of the next frame to leave; None before the first frame
         self._forth: Chunks = deque()
         self._forth_bytes = 0
         self._back: Chunks = deque()
@@ -264,6 +266,8 @@ class Relay:
             return
         now = monotonic()
         for message in self._splitter.feed(data):
+            if self._number is None:
+                self._number = message.number
             if message.carries_descriptor:
                 message.descriptors.append(self._descriptors.popleft())
             fault, drawn = self._faults.judge(self._direction, message)
@@ -284,8 +288,11 @@ class Relay:
             if self._refused:
                 _close(message.descriptors)
                 continue
-            self._forth.append((memoryview(message.data), message.descriptors))
-            self._forth_bytes += len(message.data)
+            assert self._number is not None
+            data = numbered(message.data, self._number)
+            self._number += 1
+            self._forth.append((memoryview(data), message.descriptors))
+            self._forth_bytes += len(data)
 
     def _write_far(self, allowance: int) -> None:
         try:

@@ -17,7 +17,7 @@ from farcall.errors import Delivery, PeerDead, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol import frame_decoder
 from farcall.protocol.frame_decoder import FrameDecoder
-from farcall.protocol.frames import MAX_SLOTS, REQUEST, Frame, encode_frame, encode_small
+from farcall.protocol.frames import MAX_SLOTS, REQUEST, Frame, encode_frame, encode_small, numbered
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import Standby
 from farcall.runtime.io.timers import NEVER
@@ -108,7 +108,7 @@ def test_last_words_leave_behind_what_another_thread_writes_and_before_the_end(e
 def test_bytes_behind_the_handshake_are_frames() -> None:
     near, far = memory_pair()
     end = End("late", near, start=False)
-    end.link.start(small(1) + small(2))
+    end.link.start(numbered([small(1), small(2)], 0))
     assert [end.next().call_id for _ in range(2)] == [1, 2]
     end.close()
     far.close()
@@ -571,7 +571,8 @@ def test_a_reader_found_late_between_two_frames_has_the_role_or_has_it_not(
 
     incoming._on_frame = on_frame
     incoming._frames = Late(right.loop.standby)
-    left.link.outgoing.send(small(1) + small(2) + small(3))
+    for number in (1, 2, 3):
+        left.link.outgoing.send(small(number), more=number < 3)
     assert done.wait(PATIENCE_S)
     assert len(set(readers)) == 1
     assert passed_on == []
@@ -657,7 +658,7 @@ def test_ctrl_c_before_a_chunk_goes_again_tells_the_peer_which_may_have_some_of_
         outgoing.detach()
         session.broke()
         session.resume()
-        outgoing.resumed(session, 0)
+        outgoing.resumed(0)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(MemoryTransport, "wait_writable", break_and_be_interrupted)

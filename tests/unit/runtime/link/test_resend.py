@@ -14,7 +14,7 @@ from tests.kit.waiting import wait_until
 from farcall.errors import Delivery, PeerDead, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol.chunks import LargeMessage
-from farcall.protocol.frames import CONTROL, REQUEST, Frame, encode_frame, encode_small
+from farcall.protocol.frames import CONTROL, REQUEST, Frame, encode_frame, encode_small, numbered
 from farcall.protocol.session import ACKNOWLEDGE_FRAMES, SessionError, State
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import reading
@@ -190,8 +190,8 @@ class Alone:
         self.end.link.incoming._read_lock.acquire()
 
     def write_to_a_peer_that_ends_with(self, *frames: bytes) -> None:
-        for frame in frames:
-            assert self.far.send([frame]) == len(frame)
+        for number, frame in enumerate(frames):
+            assert self.far.send([numbered([frame], number)]) == len(frame)
         self.far.close()
         self.end.on_loop(lambda: None)  # the I/O thread has seen that somebody else reads
         self.end.link.outgoing.send(small(100))
@@ -521,6 +521,29 @@ def test_garbage_is_no_break_but_an_end(ends: tuple[End, End]) -> None:
     assert right.interrupted.empty()
 
 
+def test_an_offer_over_a_connection_without_descriptors_is_refused_and_not_counted(ends: tuple[End, End]) -> None:
+    left, right = ends
+    left.link.outgoing.send(small(1))
+    assert right.next() == 1
+    assert not left.link.outgoing.send_with_descriptor(small(2), 0, monotonic() + PATIENCE_S)
+    left.link.outgoing.send(small(3))
+    assert right.next() == 3
+    lose(ends)
+    rejoin(ends)
+    left.link.outgoing.send(small(4))
+    assert right.next() == 4
+    assert right.link.session.received == left.link.session.written == 3
+
+
+def test_a_frame_that_is_repeated_ends_the_link_and_is_not_handed_out(ends: tuple[End, End]) -> None:
+    left, right = ends
+    left.link.outgoing.send(small(1))
+    assert right.next() == 1
+    left.link.transport.send([small(1)])
+    assert "frame 0 in the place of frame 1" in right.broken.get(timeout=PATIENCE_S)
+    assert right.frames.empty()
+
+
 def test_a_count_that_cannot_be_is_refused(ends: tuple[End, End]) -> None:
     left, _ = ends
     lose(ends)
@@ -601,7 +624,7 @@ def test_what_came_with_the_handshake_is_read_and_counted(ends: tuple[End, End])
     lose(ends)
     left.link.session.resume()
     transport, other = memory_pair()
-    left.on_loop(lambda: left.link.attach(transport, small(1) + small(2), 0))
+    left.on_loop(lambda: left.link.attach(transport, numbered([small(1), small(2)], 0), 0))
     assert [left.next(), left.next()] == [1, 2]
     assert left.link.session.received == 2
     other.close()

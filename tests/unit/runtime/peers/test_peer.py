@@ -15,7 +15,7 @@ from farcall.ids import WorkerInfo
 from farcall.protocol import messages
 from farcall.protocol.chunks import Instead
 from farcall.protocol.frame_decoder import FrameDecoder
-from farcall.protocol.frames import REQUEST, RESPONSE, Frame
+from farcall.protocol.frames import REQUEST, RESPONSE, Frame, numbered
 from farcall.runtime.peers.peer import WORTH_RELEASING_BYTES, RemotePeer
 from farcall.serialize.context import IfUnsent
 
@@ -48,12 +48,10 @@ class Link:
 
     @property
     def messages(self) -> list[messages.Message]:
+        data = numbered(self.sent, 0)
         decoder = FrameDecoder()
-        found = []
-        for data in self.sent:
-            decoder.writable()[: len(data)] = data
-            found += [messages.decode_message(frame.payload) for frame in decoder.received(len(data))]
-        return found
+        decoder.writable()[: len(data)] = data
+        return [messages.decode_message(frame.payload) for frame in decoder.received(len(data))]
 
 
 def memory_file() -> int:

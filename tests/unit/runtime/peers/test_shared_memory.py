@@ -48,10 +48,13 @@ class FakePeer:
         self.offered: list[str] = []
         self.info = SimpleNamespace(name="peer")
         outgoing = SimpleNamespace(queue=SimpleNamespace(down=False), send_with_descriptor=self.send_with_descriptor)
-        self.link = SimpleNamespace(on_io_thread=lambda: True, broken=None, outgoing=outgoing)
+        self.transport = SimpleNamespace(carries_descriptors=True)
+        self.refuses = False
+        self.link = SimpleNamespace(on_io_thread=lambda: True, broken=None, outgoing=outgoing, transport=self.transport)
 
-    def send_with_descriptor(self, data: bytes, descriptor: int, *_: object) -> None:
+    def send_with_descriptor(self, data: bytes, descriptor: int, *_: object) -> bool:
         self.offered.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        return not self.refuses
 
     def control(self, message: Any) -> None:
         pass
@@ -70,4 +73,28 @@ def test_a_segment_whose_offer_a_worker_is_to_send_is_not_given_up_before() -> N
     assert meanwhile is None
     assert pool.allocate(4 << 20) is not None
     assert pool.offer(1, sender) is None  # it is gone, as it is where the peer was lost meanwhile
+    pool.close()
+
+
+def test_over_a_link_without_descriptors_buffers_go_inline_until_it_carries_some_again() -> None:
+    pool, peer = SegmentPool(4 << 20), FakePeer()
+    sender = SharedMemorySender(peer, pool, SegmentMap(), lambda write: write())  # type: ignore[arg-type]
+    buffer = memoryview(bytearray(SHARED_BYTES))
+
+    def place() -> memoryview | Ticket:
+        placed: list[memoryview | Ticket] = []
+        sender.place([buffer], placed, NEVER, may_give_back=False)
+        return placed[0]
+
+    peer.transport.carries_descriptors = False
+    assert place() is buffer
+    assert peer.offered == []
+    peer.transport.carries_descriptors = peer.refuses = True  # it came back in between
+    assert place() is buffer
+    peer.refuses = False
+    assert place() is buffer
+    assert len(peer.offered) == 2
+    sender.on_accepted(1)
+    peer.transport.carries_descriptors = False
+    assert isinstance(place(), Ticket)  # the peer has this segment, whatever the link carries
     pool.close()
