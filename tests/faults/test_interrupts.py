@@ -216,15 +216,17 @@ def one_call(kind: str, number: int, value: torch.Tensor) -> None:
         assert torch.equal(farcall.rpc_sync("w1", torch.neg, (value,)), -value)
 
 
-def tight_loop(rank: int, port: int, kind: str) -> tuple[int, int]:
+def tight_loop(rank: int, port: int, kind: str, when: str) -> tuple[int, int]:
     options = farcall.RpcBackendOptions(
         init_method=f"tcp://127.0.0.1:{port}", transports=("tcp",) if kind.startswith("tcp") else None
     )
-    if rank == 0:
+    if rank == 0 and when == "before":
         signal.signal(signal.SIGINT, press)
     farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     answered = interrupts = 0
     if rank == 0:
+        if when == "after":
+            signal.signal(signal.SIGINT, press)
         value = torch.arange(1 << 17)
         storm = Storm(0.01 if kind.endswith("tensor") else 0.0004)
         enough_at, give_up_at = time.monotonic() + 4.0, time.monotonic() + 2 * LONG_S
@@ -242,9 +244,16 @@ def tight_loop(rank: int, port: int, kind: str) -> tuple[int, int]:
     return answered, interrupts
 
 
-@pytest.mark.parametrize("kind", ["sync", "many", "self", "tensor", "tcp sync", "tcp tensor"])
-def test_storm_of_interrupts_tears_no_frame_and_loses_no_lock(kind: str) -> None:
-    answered, interrupts = finish(start_processes(2, tight_loop, held_port(), kind))[0]
+@pytest.mark.parametrize(
+    ("kind", "when"),
+    [
+        *((kind, "before") for kind in ("sync", "many", "self", "tensor", "tcp sync", "tcp tensor")),
+        *((kind, "after") for kind in ("sync", "many", "tensor")),
+    ],
+)
+def test_storm_of_interrupts_tears_no_frame_and_loses_no_lock(kind: str, when: str) -> None:
+    """``when``: does the program set its handler before, or after `init_rpc`?"""
+    answered, interrupts = finish(start_processes(2, tight_loop, held_port(), kind, when))[0]
     assert answered > 20
     assert interrupts > 20
 

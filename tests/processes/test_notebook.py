@@ -81,6 +81,64 @@ def test_a_kernel_shows_what_workers_write_and_leaves_none_when_it_is_restarted(
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+INTERRUPTED = """
+from jupyter_client.manager import start_new_kernel
+
+LAUNCH = '''
+import farcall, torch
+cluster = farcall.launch(1)
+worker = cluster["worker0"]
+large = torch.arange(1 << 16)
+'''
+CALLS = '''
+assert worker.call(max, (1, 2)) == 2
+print("calling", flush=True)
+while True:
+    future = worker.start(max, (3, 4))
+    assert torch.equal(worker.call(torch.neg, large), -large)
+    assert future.wait() == 4
+'''
+manager, client = start_new_kernel(startup_timeout=120)
+
+
+def next_of(request, messages, *kinds):
+    while True:
+        message = messages(timeout=120)
+        if message["parent_header"].get("msg_id") == request and message["msg_type"] in kinds:
+            return message
+
+
+try:
+    said = client.execute_interactive(LAUNCH, timeout=120, output_hook=print)["content"]
+    assert said["status"] == "ok", said
+    for number in range(200):
+        request = client.execute(CALLS, stop_on_error=False)
+        heard = next_of(request, client.get_iopub_msg, "stream", "error")
+        assert heard["msg_type"] == "stream", (number, heard["content"])
+        manager.interrupt_kernel()
+        said = next_of(request, client.get_shell_msg, "execute_reply")["content"]
+        assert said.get("ename") == "KeyboardInterrupt", (number, said)
+    said = client.execute_interactive("cluster.shutdown()", timeout=120, output_hook=print)["content"]
+    assert said["status"] == "ok", said
+finally:
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+"""
+
+
+@pytest.mark.timeout(600)
+def test_cells_that_are_interrupted_two_hundred_times_leave_links_that_work(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        cwd=ROOT,
+        env=environment_of(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=560,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.timeout(600)
 def test_the_notebook_runs(tmp_path: Path) -> None:
     environment = environment_of(tmp_path)

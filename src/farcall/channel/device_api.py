@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from farcall.channel.device_runtime import runtime_for
+from farcall.destructors import destructor
 
 _C: Any = torch._C
 StreamId = tuple[int, int, int]
@@ -120,6 +121,7 @@ class _KeptRange(_Range):
         self._memory = memory
         self._on_death = on_death
 
+    @destructor
     def __del__(self) -> None:
         self._on_death()
 

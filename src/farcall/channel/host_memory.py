@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 #: Blocks start at multiples of this: a cache line, and more than any dtype needs.
+from farcall.destructors import destructor
+
 ALIGNMENT_BYTES = 64
 #: Smaller buffers come from the ordinary heap, which recycles them well itself.
 SMALLEST_RECYCLED_BYTES = 64 * 1024
@@ -180,6 +182,7 @@ class ReceivePool:
             self._idle.clear()
             self._idle_bytes = 0
 
+    @destructor
     def _on_death(self, lease: Lease) -> None:
         if self._leases.pop(id(lease), None) is not None:
             self._returned.append(lease.holder)

@@ -26,6 +26,7 @@ except ImportError:  # not POSIX: shared memory is never used, but importing mus
 
 from farcall.channel.host_memory import Lease, address_of, leased
 from farcall.channel.segments import SegmentRefused
+from farcall.destructors import destructor
 
 _SEAL_SHRINK = 0x0002
 
@@ -258,6 +259,7 @@ class SegmentMap:
         self._returning.clear()
         self.released.clear()
 
+    @destructor
     def _on_death(self, lease: Lease) -> None:
         if self._leases.pop(id(lease), None) is None:
             return

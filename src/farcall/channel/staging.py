@@ -24,6 +24,7 @@ import torch
 from farcall.channel.device_api import StreamId, current_stream, current_stream_id
 from farcall.channel.device_runtime import runtime_for
 from farcall.channel.host_memory import copy_bytes
+from farcall.destructors import destructor
 from farcall.serialize.spans import copy_of, memory_of
 
 CHUNK_BYTES = 16 << 20
@@ -131,6 +132,7 @@ class _Loan:
         except IndexError:
             self.ring = _Ring()
 
+    @destructor
     def __del__(self) -> None:
         # When the interpreter ends, it may destroy the list before this object.
         if hasattr(self, "ring") and isinstance(_idle_rings, list):

@@ -31,6 +31,7 @@ import torch
 
 from farcall.channel.device_api import DeviceApi, current_stream
 from farcall.channel.transfer_engine import Ranges
+from farcall.destructors import destructor
 from farcall.errors import RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol.backoff import Backoff
@@ -128,6 +129,7 @@ class _InUse:
         self._rref = rref
         rref._references.in_use[id(self)] = rref._fork.fork_id
 
+    @destructor
     def __del__(self) -> None:
         self._rref._references.in_use.pop(id(self), None)
 

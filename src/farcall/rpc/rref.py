@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
 import torch
 
+from farcall.destructors import destructor
 from farcall.errors import (
     AnswerLost,
     Delivery,
@@ -138,6 +139,7 @@ class RRef(Generic[T]):
         self._fork = fork
         self._release = references.released.append
 
+    @destructor
     def __del__(self) -> None:
         try:
             self._release(self._fork)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterable, Callable, Iterable
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
+from farcall.destructors import destructor
 from farcall.errors import RpcError, SerializationError
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import Frame
@@ -111,6 +112,7 @@ class Stream(Generic[T]):
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
+    @destructor
     def __del__(self) -> None:
         try:
             reader = self._reader

@@ -34,6 +34,7 @@ from farcall.channel.transfer_engine import (
     TransferEngine,
     make_engine,
 )
+from farcall.destructors import destructor
 from farcall.errors import RpcError, RpcTimeout
 from farcall.protocol.backoff import Backoff
 from farcall.runtime.calls.executor import FunctionTask
@@ -86,6 +87,7 @@ class ExportedTensor:
         self._tensor = tensor
         self.description: bytes = exported.description
 
+    @destructor
     def __del__(self) -> None:
         self._transfers.let_go(self._exported, self._tensor)
 
@@ -99,6 +101,7 @@ class OpenedTensor:
         self._transfers = transfers
         self.memory: OpenedMemory = memory
 
+    @destructor
     def __del__(self) -> None:
         self._transfers.close_soon(self.memory)
 

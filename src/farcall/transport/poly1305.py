@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any, Final
 
+from farcall.destructors import destructor
+
 KEY_BYTES: Final = 32
 TAG_BYTES: Final = 16
 # The example of RFC 8439, 2.5.2.
@@ -66,6 +68,7 @@ class Poly1305:
             raise RuntimeError("OpenSSL could not compute a Poly1305 tag")
         return self._tag.raw
 
+    @destructor
     def __del__(self) -> None:
         context, self._context = getattr(self, "_context", None), None
         if context:

@@ -16,6 +16,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from farcall.channel.host_memory import leased
+from farcall.destructors import destructor
 from farcall.errors import CorruptWeights, Delivery, PublicationClosed, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol.weights.messages import Claim, Key
@@ -242,6 +243,7 @@ class Subscription:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @destructor
     def __del__(self) -> None:
         if getattr(self, "_is_open", False):
             self._versions.weights.subscriptions.end_later(self._versions)

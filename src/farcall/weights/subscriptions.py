@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from farcall.channel.host_memory import Lease
 from farcall.channel.segments import SegmentRefused
+from farcall.destructors import destructor
 from farcall.errors import SerializationError
 from farcall.protocol.weights import subscriber
 from farcall.protocol.weights.messages import (
@@ -132,6 +133,7 @@ class Subscriptions:
         self._later.append(partial(self.end, versions))
         self._later_timer.at(0.0)
 
+    @destructor
     def on_view_death(self, lease: Lease) -> None:
         """Count one reader less: the last tensor over a view has died. Takes no lock."""
         if self.leases.pop(id(lease), None) is not None:

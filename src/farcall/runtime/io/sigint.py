@@ -6,23 +6,39 @@ such a section (``enter`` .. ``leave``: microseconds, or a bounded wait) our SIG
 ``leave`` passes it to the previous handler. Taking a lock is such a section, too: a signal may come between the call
 that takes the lock and the ``try`` behind it.
 
+A program may set a handler of its own at any time (a notebook does so before each cell), and may set an earlier one
+again. So each section that begins while none is under way looks, and puts ours before the program's (``look``). Each
+of ours knows its own predecessor: a handler of the program's that calls the one before it, which is ours, must reach
+the one before that.
+
+A destructor is a section from before its first instruction: there Python looks for signals, and drops what the
+handler raises, so a program would miss its Ctrl-C, and somebody would wait for ever for what the destructor gives back.
+The handler finds it on the stack (`destructors.py`), holds the signal, and has it sent again a moment later.
+
 Signal handlers run on the main thread only, so only that thread touches the state below, and it needs no lock.
-A handler that the program installs later replaces ours, and takes the risk with it: a torn link is then reported as
-broken.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+
+# Takes 20 ns; `signal.getsignal`, which looks for a member of an enum, 2 us.
+from _signal import getsignal  # type: ignore[import-not-found]
+from _thread import start_new_thread
+from collections.abc import Callable
 from math import inf
-from time import monotonic
+from time import monotonic, sleep
 from types import FrameType
-from typing import Any
+
+from farcall.destructors import DESTRUCTORS
 
 SLICE_S = 1.0
 """The longest time for which the main thread may miss a signal."""
+_AGAIN_S = 0.001
+"""How long after a signal inside a destructor the main thread is pressed again."""
 _main_thread = threading.main_thread().ident
 _get_ident = threading.get_ident
 
@@ -30,37 +46,118 @@ _get_ident = threading.get_ident
 class SigintGuard:
     """How many sections that SIGINT may not cut a thread is inside, and the signal that came meanwhile."""
 
-    __slots__ = ("before", "depth", "held", "sealed", "users")
+    __slots__ = ("again", "depth", "held", "pressing", "sealed")
 
-    def __init__(self) -> None:
-        self.depth: int = 0
+    def __init__(self, depth: int = 0) -> None:
+        self.depth: int = depth
         self.sealed: int = 0
-        self.held: tuple[int, FrameType | None] | None = None
-        self.users: int = 0
-        self.before: Any = None
+        self.held: tuple[Callable[..., object], int, FrameType | None] | None = None
+        """The program's handler, and what to call it with."""
+        self.again: bool = False
+        """Is the next signal ours, to have the held one handled?"""
+        self.pressing: bool = False
+        """Is there a thread that will send it?"""
 
 
 _state = SigintGuard()
+_users = 0
+"""How many nodes need our handler. Any thread starts or ends a node."""
 
 
 class _Here(threading.local):
-    """The guard of the calling thread; all threads but the main one share a dummy.
+    """The guard of the calling thread.
 
-    For use without function calls, since the interpreter looks for signals at each call: ``depth += 1`` begins a
-    section; ``depth -= 1`` and, if a signal is ``held``, ``deliver()`` end it.
+    For use without function calls: ``if not depth: look()`` and ``depth += 1`` begin a section; ``depth -= 1`` and, if
+    a signal is ``held``, ``deliver()`` end it.
     """
 
-    guard: SigintGuard = SigintGuard()
+    def __init__(self) -> None:
+        # Python calls no handler on other threads: they count as inside a section, so they never look.
+        self.guard: SigintGuard = _state if _get_ident() == _main_thread else SigintGuard(1)
 
 
 here: _Here = _Here()
-if _get_ident() == _main_thread:
-    here.guard = _state  # else `install` does it, on the main thread: before that there is no handler of ours
+
+
+class _Handler:
+    """Our handler of SIGINT, before ``before``."""
+
+    __slots__ = ("before",)
+
+    def __init__(self, before: Callable[..., object]) -> None:
+        self.before = before
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        again, _state.again = _state.again, False
+        if again:
+            if _state.held is not None:  # else the end of a section was quicker
+                deliver()
+        elif _state.depth or _state.sealed:
+            _state.held = (self.before, number, frame)
+        elif _in_destructor(frame) and not _event_loop_listens():
+            _state.held = (self.before, number, frame)
+            _press_again_soon()
+        else:
+            _call(self.before, number, frame)
+
+
+def _in_destructor(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code in DESTRUCTORS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _event_loop_listens() -> bool:
+    """Has an event loop heard of the signal by itself? Then the handler does nothing, and it must not hear twice."""
+    descriptor = signal.set_wakeup_fd(-1)  # there is no other way to ask
+    if descriptor == -1:
+        return False
+    signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
+    return True
+
+
+def _press_again_soon() -> None:
+    if not _state.pressing:
+        _state.pressing = True
+        try:
+            start_new_thread(_press_again, ())  # not a `Thread`, whose locks the interrupted code may hold
+        except RuntimeError:
+            _state.pressing = False  # no thread: the end of the next section delivers the signal
+
+
+def _press_again() -> None:
+    sleep(_AGAIN_S)
+    _state.pressing = False
+    if _state.held is not None and _main_thread is not None:
+        _state.again = True
+        signal.pthread_kill(_main_thread, signal.SIGINT)
+
+
+def _call(handler: Callable[..., object], number: int, frame: FrameType | None) -> None:
+    try:
+        handler(number, frame)
+    finally:
+        look()  # it may have set another one ("the next Ctrl-C kills") while a section waits
+
+
+def look() -> None:
+    """On the main thread: put our handler before the program's, if it has set one."""
+    current = getsignal(signal.SIGINT)
+    # Not callable: ignored, the system's own, or set by code that is not Python. None of these raises.
+    if current.__class__ is not _Handler and _users and callable(current):
+        if not _state.depth:
+            _state.held, _state.again = None, False  # left by a destructor, for a handler that the program has replaced
+        signal.signal(signal.SIGINT, _Handler(current))
 
 
 def enter() -> None:
     """Begin a section that SIGINT may not cut."""
-    here.guard.depth += 1
+    guard = here.guard
+    if not guard.depth:
+        look()
+    guard.depth += 1
 
 
 def leave() -> None:
@@ -73,7 +170,10 @@ def leave() -> None:
 
 def seal() -> None:
     """Like ``enter``, but even the waits inside cannot be cut: for the end of a node, whose waits are bounded."""
-    here.guard.sealed += 1
+    guard = here.guard
+    if not guard.depth:
+        look()
+    guard.sealed += 1
 
 
 def unseal() -> None:
@@ -87,8 +187,11 @@ def unseal() -> None:
 def deliver() -> None:
     """Handle the held signal, unless an outer section is still under way."""
     if _state.depth == _state.sealed == 0 and _state.held is not None and _get_ident() == _main_thread:
-        held, _state.held = _state.held, None
-        _handle(*held)
+        if _in_destructor(sys._getframe()):
+            _press_again_soon()
+        else:
+            held, _state.held = _state.held, None
+            _call(*held)
 
 
 def pause(guard: SigintGuard) -> None:
@@ -137,41 +240,33 @@ class Gate:
         return True
 
 
-def _handle(number: int, frame: FrameType | None) -> None:
-    if _state.depth or _state.sealed:
-        _state.held = (number, frame)
-    elif callable(_state.before):
-        _state.before(number, frame)
-
-
-def install() -> bool:
-    """Put our handler before the current one, if possible; True: ``uninstall`` must follow."""
-    if _get_ident() != _main_thread:
-        return False  # Python allows this on the main thread only
-    here.guard = _state
-    _state.users += 1
-    current = signal.getsignal(signal.SIGINT)
-    if current is not _handle and callable(current):
-        _state.before = current
-        signal.signal(signal.SIGINT, _handle)
-    return True
+def install() -> None:
+    """A node needs our handler from now on, until `uninstall`."""
+    global _users
+    _users += 1
+    if _get_ident() == _main_thread:
+        look()  # a node started on another thread: the next section of the main thread does so
 
 
 def uninstall() -> None:
-    """Restore the previous handler once no node needs ours. Off the main thread ours stays: it does no harm."""
-    _state.users = max(0, _state.users - 1)
-    if _get_ident() == _main_thread and _state.users == 0 and signal.getsignal(signal.SIGINT) is _handle:
-        signal.signal(signal.SIGINT, _state.before)
-        _state.before = None
+    """Restore the program's handler once no node needs ours. Off the main thread ours stays: it does no harm."""
+    global _users
+    if _users:
+        _users -= 1
+    if not _users and _get_ident() == _main_thread:
+        current = getsignal(signal.SIGINT)
+        if isinstance(current, _Handler):
+            signal.signal(signal.SIGINT, current.before)
 
 
 def _after_fork() -> None:
     """In a forked child the forking thread is the main thread, and no node needs the handler yet."""
-    global _main_thread
+    global _main_thread, _users
     _main_thread = _get_ident()
     here.guard = _state
-    _state.depth = _state.sealed = _state.users = 0
+    _state.depth = _state.sealed = _users = 0
     _state.held = None
+    _state.again = _state.pressing = False
 
 
 if hasattr(os, "register_at_fork"):

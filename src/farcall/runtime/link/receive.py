@@ -336,6 +336,8 @@ class Incoming:
         """
         link, loop = self._link, self._loop
         guard = sigint.here.guard
+        if not guard.depth:
+            sigint.look()
         guard.depth += 1
         try:
             may_help = self._descriptor is not None and link.up and loop.can_silence

@@ -136,6 +136,8 @@ class Outgoing:
     def flush(self) -> None:
         """Send the outbox, or leave it to the thread that writes now. Never waits."""
         mine = sigint.here.guard
+        if not mine.depth:
+            sigint.look()
         mine.depth += 1
         try:
             while self._outbox and not self._blocked and not self._waiting:

@@ -25,9 +25,9 @@ class Resources:
 
     def __init__(self, name: str, options: RpcBackendOptions, host: str) -> None:
         """Listen at ``host``, where members can reach this node."""
-        self._has_sigint = sigint.install()
+        sigint.install()
         with ExitStack() as undone:
-            undone.callback(self._release_sigint)
+            undone.callback(sigint.uninstall)
             self.loop: Loop = Loop(name, options.busy_wait_s)
             undone.callback(self.loop.stop)
             addresses = listening_addresses(options.allowed_transports, host, options.port)
@@ -50,8 +50,4 @@ class Resources:
         if self.pool is not None:
             self.pool.close()
         self.memory.close()
-        self._release_sigint()
-
-    def _release_sigint(self) -> None:
-        if self._has_sigint:
-            sigint.uninstall()
+        sigint.uninstall()

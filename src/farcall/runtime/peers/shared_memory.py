@@ -92,6 +92,8 @@ class SharedMemorySender:
         shared_bytes = 0
         in_use = self._borrowed.in_use  # empty if the function returned a fresh tensor: its arguments have died by now
         guard = sigint.here.guard
+        if not guard.depth:
+            sigint.look()
         guard.depth += 1  # else Ctrl-C could leak a block
         try:
             for index in range(len(buffers)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
 import threading
@@ -12,6 +13,7 @@ import pytest
 from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
+from farcall.destructors import destructor
 from farcall.runtime.io import sigint
 
 
@@ -27,11 +29,11 @@ def pressed() -> Iterator[list[int]]:
     """Signals that reached the program's own handler."""
     seen: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
-    assert sigint.install()
+    sigint.install()
     yield seen
     sigint.uninstall()
     signal.signal(signal.SIGINT, before)
-    assert sigint._state.depth == sigint._state.sealed == sigint._state.users == 0
+    assert sigint._state.depth == sigint._state.sealed == sigint._users == 0
 
 
 def press() -> None:
@@ -109,19 +111,6 @@ def test_sections_of_other_threads_hold_nothing_back(pressed: list[int]) -> None
     elsewhere(sigint.leave)
 
 
-def test_the_main_thread_finds_its_guard_even_if_another_thread_imported_the_module(
-    pressed: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sigint.here, "guard", sigint.SigintGuard())  # as there: that of the other threads
-    sigint.install()
-    sigint.enter()
-    press()
-    assert pressed == []
-    sigint.leave()
-    assert pressed == [signal.SIGINT]
-    sigint.uninstall()
-
-
 def test_handler_comes_back_after_the_last_user() -> None:
     before = signal.getsignal(signal.SIGINT)
     sigint.install()
@@ -149,12 +138,212 @@ def test_ignored_signal_stays_ignored() -> None:
     signal.signal(signal.SIGINT, before)
 
 
-def test_other_threads_install_nothing() -> None:
+def test_a_node_started_on_another_thread_has_the_main_threads_sections_whole() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    elsewhere(sigint.install)
+    sigint.enter()
+    press()
+    assert seen == []
+    sigint.leave()
+    assert seen == [signal.SIGINT]
+    elsewhere(sigint.uninstall)
+    signal.signal(signal.SIGINT, before)
+
+
+# --- handlers that the program sets later
+
+
+def section() -> None:
+    """Press Ctrl-C inside a section; the handler's exception comes at its end."""
+    whole = False
+    sigint.enter()
+    try:
+        press()
+        whole = True
+    finally:
+        assert whole
+        sigint.leave()
+
+
+BEGINNINGS = [
+    (sigint.enter, sigint.leave),
+    (sigint.seal, sigint.unseal),
+]
+
+
+@pytest.mark.parametrize(("begin", "end"), BEGINNINGS)
+def test_a_handler_that_the_program_sets_later_waits_for_the_end_of_a_section(
+    pressed: list[int], begin: Callable[[], None], end: Callable[[], None]
+) -> None:
+    later: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: later.append(number))
+    begin()
+    press()
+    press()
+    assert later == []
+    end()
+    assert later == [signal.SIGINT]  # late, but once
+    assert pressed == []
+
+
+def test_a_notebook_sets_the_handler_for_each_cell(pressed: list[int]) -> None:
+    outside = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for _ in range(3):
+        saved = signal.signal(signal.SIGINT, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt):
+            section()
+        signal.signal(signal.SIGINT, saved)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        press()
+    signal.signal(signal.SIGINT, outside)
+    press()
+    assert len(pressed) == 1
+
+
+def test_handlers_that_call_the_one_before_them_end(pressed: list[int]) -> None:
+    order: list[str] = []
+
+    def chained(name: str) -> None:
+        previous = signal.getsignal(signal.SIGINT)
+
+        def handler(number: int, frame: object) -> None:
+            order.append(name)
+            previous(number, frame)
+
+        signal.signal(signal.SIGINT, handler)
+
+    for name in "abc":
+        chained(name)
+        section()
+    assert order == ["a", "b", "a", "c", "b", "a"]
+    assert len(pressed) == 3
+
+
+def test_a_handler_that_sets_another_one_while_a_section_waits(pressed: list[int]) -> None:
+    """The first Ctrl-C asks for a slow end, the second one kills: both are common."""
+
+    def first(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, first)
+    sigint.enter()
+    press()
+    sigint.pause(sigint.here.guard)  # here `first` runs
+    press()  # and this is still inside the section
+    with pytest.raises(KeyboardInterrupt):
+        sigint.leave()
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL, None])
+def test_what_cannot_raise_is_left_alone(
+    pressed: list[int], monkeypatch: pytest.MonkeyPatch, handler: signal.Handlers | None
+) -> None:
+    ours = signal.getsignal(signal.SIGINT)
+    if handler is not None:
+        signal.signal(signal.SIGINT, handler)
+    else:
+        monkeypatch.setattr(sigint, "getsignal", lambda number: None)  # set by code that is not Python
+    sigint.enter()
+    sigint.leave()
+    if handler is not None:
+        assert signal.getsignal(signal.SIGINT) is handler
+    else:
+        assert signal.getsignal(signal.SIGINT) is ours
+    monkeypatch.undo()
+    signal.signal(signal.SIGINT, ours)
+
+
+def test_without_a_node_no_handler_is_touched() -> None:
     before = signal.getsignal(signal.SIGINT)
-    results: list[bool] = []
-    elsewhere(lambda: results.append(sigint.install()))
-    assert results == [False]
+    sigint.enter()
+    sigint.leave()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("runner", ["asyncio", "uvloop"])
+def test_event_loops_hear_of_a_signal_in_a_section(pressed: list[int], runner: str) -> None:
+    make = pytest.importorskip(runner).new_event_loop
+    heard: list[str] = []
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+
+        def hear() -> None:
+            heard.append("heard")
+            done.set()
+
+        loop.add_signal_handler(signal.SIGINT, hear)
+        section()
+        await asyncio.wait_for(done.wait(), LONG_S)
+        loop.remove_signal_handler(signal.SIGINT)
+
+    with asyncio.Runner(loop_factory=make) as loops:
+        loops.run(work())
+    assert heard == ["heard"]
+    assert pressed == []
+
+
+def test_a_section_in_a_task_lets_ctrl_c_cancel_the_program() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    cleaned: list[str] = []
+
+    async def work() -> None:
+        sigint.install()
+        section()
+        try:
+            await asyncio.sleep(2 * LONG_S)
+        finally:
+            cleaned.append("cleaned")
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(work())
+    assert cleaned == ["cleaned"]
+    with pytest.raises(KeyboardInterrupt):
+        press()
+    sigint.uninstall()
+    signal.signal(signal.SIGINT, before)
+
+
+# --- destructors
+
+
+class Gives:
+    """Something that a destructor gives back, under Ctrl-C."""
+
+    def __init__(self, given: list[str]) -> None:
+        self.given = given
+
+    @destructor
+    def __del__(self) -> None:
+        press()
+        section()
+        self.given.append("back")
+
+
+def test_ctrl_c_in_a_destructor_comes_once_it_is_over(pressed: list[int]) -> None:
+    given: list[str] = []
+    Gives(given)
+    assert given == ["back"]
+    wait_until(lambda: pressed)
+    assert len(pressed) == 1  # two came at once: as with sections, late, but once
+
+
+def test_the_end_of_a_section_is_quicker_and_the_signal_comes_once(pressed: list[int]) -> None:
+    given: list[str] = []
+    Gives(given)
+    sigint.enter()
+    sigint.leave()
+    assert len(pressed) == 1
+    sigint._state.again = True  # as the thread that sends it again does
+    press()
+    assert len(pressed) == 1
+    press()
+    assert len(pressed) == 2
+
+
+# --- gates
 
 
 def test_gate_lets_one_through_whoever_comes_first() -> None:

@@ -17,11 +17,11 @@ def test_a_start_without_descriptors_leaves_nothing_behind(monkeypatch: pytest.M
     monkeypatch.setattr(resources, "Loop", no_loop)
     started = set(current.STARTED)
     node = Node("w0", 0, 1, RpcBackendOptions(init_method="tcp://127.0.0.1:1"))
-    users = sigint._state.users
+    users = sigint._users
     with pytest.raises(OSError, match="too many"):
         node.start()
     assert sigint.here.guard.sealed == 0, "Ctrl-C would be held back for good"
-    assert sigint._state.users == users
+    assert sigint._users == users
     assert set(current.STARTED) == started, "a forked child would close what there is not"
     assert repr(node) == "<Node 'w0': ended>"
     node.shutdown()
