@@ -72,8 +72,8 @@ def encode_request(
 def _not_callable(func: object) -> TypeError:
     hint = "; the value of a reference is called by reference.call(x)" if hasattr(func, "to_here") else ""
     return TypeError(
-        f"func must be callable, not {type(func).__name__}: give the function and its arguments apart, call(f, x), "
-        f"not call(f(x)){hint}"
+        f"function should be callable, not {type(func).__name__}: give the function and its arguments apart, "
+        f"call(f, x), not call(f(x)){hint}"
     )
 
 

@@ -105,10 +105,10 @@ def test_a_future_among_the_arguments_is_named(ps: farcall.Worker) -> None:
 
 
 def test_a_call_that_is_no_function_is_told_how_to_write_it(ps: farcall.Worker) -> None:
-    with pytest.raises(TypeError, match=r"func must be callable, not int: .*call\(f, x\), not call\(f\(x\)\)"):
+    with pytest.raises(TypeError, match=r"function should be callable, not int: .*call\(f, x\), not call\(f\(x\)\)"):
         ps.call(add(1, 2))  # type: ignore[call-overload]
     model = ps.create(Model, 3)
-    with pytest.raises(TypeError, match=r"func must be callable, not RRef: .*reference\.call\(x\)"):
+    with pytest.raises(TypeError, match=r"function should be callable, not RRef: .*reference\.call\(x\)"):
         ps.call(model, 1)  # type: ignore[call-overload]
 
 
