@@ -239,6 +239,8 @@ def test_who_was_expelled_finds_back_in(size: int | None) -> None:
             its_own.to_here()
         with pytest.raises((Expelled, ReferenceLost)):
             held_by_it.to_here()
+        with pytest.raises(Expelled, match="for the test"):
+            nodes[1].rpc_sync("w2", len, (held_by_it,))
         assert nodes[0].remote("w1", torch.zeros, (1,)).to_here().tolist() == [0.0]
         together([node.shutdown for node in nodes])
 

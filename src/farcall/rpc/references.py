@@ -192,6 +192,9 @@ class NodeReferences:
         if creation is not None and creation.error is not None:
             raise copy.copy(creation.error)
         if not self.node.is_peer(peer):
+            ended = self.node.why_ended
+            if ended is not None:
+                raise ended  # it may have joined again since: then the peer is its successor's
             raise RpcError(f"{rref!r} belongs to another node of this process than the one that sends it")
         with self._lock:
             try:
