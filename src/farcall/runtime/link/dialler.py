@@ -310,7 +310,7 @@ class Dialler:
                 outcome = Outcome.REJECTED if reason is None else _OUTCOMES.get(reason, Outcome.REJECTED)
                 if outcome is Outcome.ELSEWHERE and (target.is_near or kind in WITHIN_THE_HOST):
                     outcome = Outcome.ANOTHER
-                return Found(outcome, str(error), error=error)
+                return Found(outcome, "" if outcome is Outcome.CROSSED else str(error), error=error)
             except TransportError as error:
                 failure = error
                 self._proving = self._has_proof

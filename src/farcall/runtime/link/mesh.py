@@ -17,7 +17,7 @@ from time import monotonic
 from farcall.errors import InitError, MissingPeers
 from farcall.options import RpcBackendOptions
 from farcall.protocol.backoff import Backoff
-from farcall.protocol.connector import FIRST_PAUSE_S, LONGEST_PAUSE_S, Dial, Goal
+from farcall.protocol.connector import FIRST_PAUSE_S, LONGEST_PAUSE_S, Dial, Goal, Step
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Connect, Hello, Listen, RefusalReason, refuse
 from farcall.protocol.member import Member
@@ -120,8 +120,8 @@ class Mesh:
             return "the start was given up"
         ended, found = dialler.run()
         self._diallers.discard(dialler)
-        if found.error is not None:
-            raise found.error
+        if found.error is not None and ended.step is Step.GIVEN_UP:
+            raise found.error  # else the time was over between two attempts: the error at the end names who is missing
         if found.transport is None or found.established is None:
             return ended.why
         with self._lock:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.kit.times import LONG_S
 
-from farcall.errors import MissingPeers
+from farcall.errors import HandshakeRefused, MissingPeers
 from farcall.options import RpcBackendOptions
 from farcall.protocol.connector import Ended, Outcome, Step
 from farcall.protocol.member import Member
@@ -52,6 +52,27 @@ def test_a_member_whose_time_is_up_does_not_try_a_hundred_others_first(monkeypat
         with pytest.raises(MissingPeers, match=r"w0 .*before its turn came"):
             Mesh(membership, RpcBackendOptions(), peers).connect(peers, since + 0.5)
         assert monotonic() - since < 50.0
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_start_that_ran_out_of_time_names_the_missing(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Even if the last answer was a refusal that is worth another attempt."""
+
+    class CrossingDialler:
+        def __init__(self, *args: Any, **named: Any) -> None:
+            pass
+
+        def run(self) -> tuple[Ended, Found]:
+            refused = HandshakeRefused("the peer refused this connection: crossed")
+            return Ended(Step.OUT_OF_TIME, Outcome.CROSSED.value), Found(Outcome.CROSSED, error=refused)
+
+    monkeypatch.setattr(mesh, "Dialler", CrossingDialler)
+    members = [Member(f"w{rank}", rank, rank + 1, ("tcp://127.0.0.1:9",)) for rank in range(count + 1)]
+    membership = Membership(members[-1], members, "cluster", b"a secret of the test")
+    peers: Any = Deaf()
+    with pytest.raises(MissingPeers, match=r"w0 \(rank 0\): it is about to be let in") as caught:
+        Mesh(membership, RpcBackendOptions(), peers).connect(peers, monotonic() + LONG_S)
+    assert set(caught.value.missing) >= {f"w{rank}" for rank in range(count)}
 
 
 def test_slow_members_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
