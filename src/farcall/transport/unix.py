@@ -221,7 +221,10 @@ def dial_unix(address: str, timeout_s: float) -> UnixTransport:
     if not unix_sockets_work():
         raise DialFailed("this system has no unix sockets that carry descriptors")
     name = _socket_name(address)
-    stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:  # no descriptor is left, for a moment
+        raise DialFailed(f"cannot connect to {address}: {error}") from error
     try:
         connect(stream, name, timeout_s, address)
     except DialRefused as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import socket
@@ -310,6 +311,22 @@ def test_before_proof_no_descriptor_is_received() -> None:
     assert open_descriptors() <= before
     ours.close()
     theirs.close()
+
+
+class NoSocket(socket.socket):
+    def __init__(self, *_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.parametrize("address", ["unix:", "tcp://127.0.0.1:0"])
+def test_a_dial_without_a_descriptor_to_spare_fails_like_any_other(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    with closing(listen(address)) as listener:
+        monkeypatch.setattr(socket, "socket", NoSocket)
+        with pytest.raises(DialFailed, match="Too many open files") as caught:
+            dial(listener.address, PATIENCE_S)
+        assert not isinstance(caught.value, DialRefused)
 
 
 def test_a_path_too_long() -> None:
