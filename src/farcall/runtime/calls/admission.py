@@ -121,17 +121,20 @@ class Fullness:
         parent = None if sender is None else sender.parent
         gate = Gate()
         self._gates.append(gate)
-        # Look only after the line above: an `end` or `look_again` that this look misses then opens the gate.
-        while not self._over and not (parent is not None and parent.cancelled):
-            remaining = deadline - monotonic()
-            if remaining <= 0:
-                return False
-            gate.wait(bounded(remaining))
-        return True
+        try:
+            # Look only after the line above: an `end` or `look_again` that this look misses then opens the gate.
+            while not self._over and not (parent is not None and parent.cancelled):
+                remaining = deadline - monotonic()
+                if remaining <= 0:
+                    return False
+                gate.wait(bounded(remaining))
+            return True
+        finally:
+            self._gates.remove(gate)
 
     def look_again(self) -> None:
         """The call of a waiting thread may have been cancelled. From any thread; never blocks."""
-        for gate in self._gates:
+        for gate in self._gates.copy():  # each leaves when its thread goes on
             gate.open()
 
     def end(self) -> None:

@@ -79,19 +79,25 @@ class SendQueue:
         gate = threading.Lock()
         gate.acquire()
         self._waiting.append(gate)
-        while condition():  # after the append: a thread that changes it from now on opens the gate
-            remaining = deadline - monotonic()
-            if remaining <= 0:
-                return
-            depth, mine.depth = mine.depth, 0
+        try:
+            while condition():  # after the append: a thread that changes it from now on opens the gate
+                remaining = deadline - monotonic()
+                if remaining <= 0:
+                    return
+                depth, mine.depth = mine.depth, 0
+                try:
+                    if mine.held is not None:
+                        sigint.deliver()
+                    opened = gate.acquire(True, bounded(min(WAIT_SLICE_S, remaining)))
+                finally:
+                    mine.depth = depth
+                if opened:
+                    self._waiting.append(gate)
+        finally:
             try:
-                if mine.held is not None:
-                    sigint.deliver()
-                opened = gate.acquire(True, bounded(min(WAIT_SLICE_S, remaining)))
-            finally:
-                mine.depth = depth
-            if opened:
-                self._waiting.append(gate)
+                self._waiting.remove(gate)
+            except ValueError:
+                pass  # a thread that opens it has taken it
 
 
 def bounded(seconds: float) -> float:

@@ -82,6 +82,7 @@ def test_with_a_limit_of_one_an_empty_queue_is_room() -> None:
 def test_who_waits_goes_on_at_its_end_or_gives_up_at_its_deadline() -> None:
     full = Fullness(4, 4)
     assert not full.wait(monotonic() - 1.0)
+    assert not full._gates
     outcomes: list[bool] = []
     threads = [threading.Thread(target=lambda: outcomes.append(full.wait(NEVER))) for _ in range(5)]
     for thread in threads:
@@ -90,4 +91,5 @@ def test_who_waits_goes_on_at_its_end_or_gives_up_at_its_deadline() -> None:
     for thread in threads:
         thread.join(PATIENCE_S)
     assert outcomes == [True] * 5
+    assert not full._gates
     assert full.wait(monotonic() - 1.0)  # over is over
