@@ -23,6 +23,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from tests.kit.distribution import FilesTogether
 from tests.kit.ports import let_ports_go
+from tests.kit.second_chance import pytest_addoption as pytest_addoption
+from tests.kit.second_chance import pytest_sessionfinish as pytest_sessionfinish
 from tests.kit.wheel import QUICK_START, ROOT
 from tests.kit.wheel import installed as installed
 
