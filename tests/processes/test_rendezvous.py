@@ -138,7 +138,7 @@ def test_a_missing_rank_0_is_named(start: Any, port: int, clock: StoppedClock) -
 
 def test_a_host_that_is_not_there(start: Any) -> None:
     with pytest.raises(MissingPeers, match=r"nowhere\.invalid"):
-        start("b", 1, 2, "tcp://nowhere.invalid:29500", 0.5).result(40)
+        start("b", 1, 2, "tcp://nowhere.invalid:29500", 2.0).result(40)
 
 
 def test_those_left_by_rank_0_say_who_was_missing(start: Any, port: int, clock: StoppedClock) -> None:
@@ -316,7 +316,7 @@ def test_a_port_where_something_else_listens_is_told(start: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         url = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(InitError, match="does not answer"):
-            start("b", 1, 2, url, 0.5).result(40)
+            start("b", 1, 2, url, 2.0).result(40)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -420,7 +420,7 @@ def test_an_outgoing_stream_ends_when_its_call_times_out(ps: farcall.Worker, fun
     SEEN["gate"] = threading.Event()
     try:
         with pytest.raises(RpcTimeout):
-            ps.options(timeout=0.2).call(function, farcall.outgoing(wait_for_gate()))
+            ps.options(timeout=2.0).call(function, farcall.outgoing(wait_for_gate()))  # it must begin before that
         wait_until(lambda: "raised" in SEEN)
         assert isinstance(SEEN["raised"], Cancelled | asyncio.CancelledError)
         assert "ended" not in SEEN  # the generator is inside the user's code, which nobody can interrupt

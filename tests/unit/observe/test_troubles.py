@@ -189,7 +189,7 @@ def test_a_thread_that_makes_brief_calls_is_seen_to_move() -> None:
     before = view()
     while time.thread_time() - before.cpu_s < 0.001:
         pass
-    assert 0.001 <= view().cpu_s - before.cpu_s < 0.1
+    assert before.cpu_s + 0.001 <= view().cpu_s <= time.thread_time()
 
 
 def test_names_of_functions() -> None:

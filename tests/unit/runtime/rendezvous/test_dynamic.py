@@ -19,6 +19,7 @@ from farcall.protocol.connector import Ended, Outcome, Step
 from farcall.protocol.hello import Connect, Hello, Listen
 from farcall.protocol.member import Member
 from farcall.runtime.io import bounded_call
+from farcall.runtime.io.sigint import Gate
 from farcall.runtime.link.dialler import Dialler, Found
 from farcall.runtime.rendezvous.contacts import Contacts as ContactList
 from farcall.runtime.rendezvous.contacts import Group
@@ -81,7 +82,7 @@ def test_a_store_that_dies_when_we_are_in_is_not_missed() -> None:
 def test_nobody_founds_a_group_on_an_old_list() -> None:
     found, candidate = joining(Contacts(1, MEMBER, ME), [False, None])
     with pytest.raises(MissingPeers, match="the store is gone"):
-        found.run(monotonic() + 0.5)
+        found.run(monotonic() + LONG_S)
     assert not candidate.founded
 
 

@@ -40,7 +40,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
     """One store in memory that every ``join`` of a test meets at."""
     shared = dist.HashStore()
     monkeypatch.setattr(meeting, "open_store", lambda place, deadline, cancelled: shared)
-    monkeypatch.setattr(meeting, "_DEAD_S", 0.6)
+    monkeypatch.setattr(meeting, "_DEAD_S", 2.0)
     monkeypatch.setattr(meeting, "_BEAT_S", 0.1)
     return shared
 
@@ -456,7 +456,7 @@ def test_a_store_that_stays_away_is_told_in_time(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(meeting, "open_store", open_store)
     with pytest.raises(MissingPeers, match=r"the store went away \(Connection refused\)") as caught:
-        start("b", 1, 2, 0.3).result(2 * LONG_S)
+        start("b", 1, 2, 2.0).result(2 * LONG_S)
     assert caught.value.missing == (0,)
 
 
