@@ -125,6 +125,13 @@ def transports(name: str, value: object) -> tuple[str, ...]:
     return tuple(one for one in TRANSPORTS if one in value)
 
 
+def encryption(name: str, value: object) -> str:
+    """Whether to encrypt."""
+    if value not in ("on", "off"):
+        raise ValueError(f"{name} must be 'on' or 'off', not {value!r}")
+    return str(value)
+
+
 def log(name: str, value: object) -> str:
     """How much to log, and perhaps where."""
     level, colon, file = text(name, value).partition(":")

@@ -32,7 +32,7 @@ ENV_ADVERTISE: Final = "FARCALL_ADVERTISE"
 ENV_ALLOWED: Final = "FARCALL_ALLOWED"
 ENV_SECRET: Final = "FARCALL_SECRET"
 ENV_SECRET_FILE: Final = "FARCALL_SECRET_FILE"
-ENV_TLS: Final = "FARCALL_TLS"
+ENV_ENCRYPTION: Final = "FARCALL_ENCRYPTION"
 ENV_TLS_FILES: Final = ("FARCALL_TLS_CA", "FARCALL_TLS_CERT", "FARCALL_TLS_KEY")
 ENV_TRANSPORTS: Final = "FARCALL_TRANSPORTS"
 ENV_LOG: Final = "FARCALL_LOG"
@@ -119,7 +119,7 @@ class MemoryOptions(_Checked):
             of weights that it publishes.
         transfer_engine: a library that reads and writes shared tensors (`farcall.share`) of other hosts: ``"nixl"``, or
             ``"module:function"``, which makes one. Workers that name the same one use it; others send calls. Its bytes
-            are neither proved nor encrypted by farcall; ``docs/weights.md`` says more.
+            are neither proved nor encrypted, so it needs ``encryption="off"``; ``docs/weights.md`` says more.
     """
 
     shared_memory: bool = True
@@ -205,7 +205,7 @@ class ObservingOptions(_Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class TlsOptions(_Checked):
-    """Connections over TCP are encrypted, and both ends show a certificate (TLS 1.3).
+    """Certificates of your own: both ends of a connection over TCP show one, besides proving the secret.
 
     Args:
         ca: a file with the certificate of the authority that has signed those of all members (PEM).
@@ -213,7 +213,6 @@ class TlsOptions(_Checked):
         key: a file with its private key.
         check_hosts: the certificate of a member must name the host, or the address, that is dialled.
         bind_names: the certificate of a worker must also have the worker's name among its own.
-        from_secret: no certificates: the cluster's secret is the key. Needs Python 3.13.
 
     ``farcall certificates`` makes such files. They are read again when they change.
     """
@@ -223,19 +222,14 @@ class TlsOptions(_Checked):
     key: str = ""
     check_hosts: bool = True
     bind_names: bool = False
-    from_secret: bool = False
 
     def __post_init__(self) -> None:
-        self._check(check.flag, "check_hosts", "bind_names", "from_secret")
+        self._check(check.flag, "check_hosts", "bind_names")
         for name in ("ca", "certificate", "key"):
             path = getattr(self, name)
             if not isinstance(path, str | os.PathLike):
                 raise TypeError(f"{name} of TlsOptions must be a path, not {path!r}")
             self._set(name, os.fspath(path))
-        if self.from_secret:
-            if any(self.files) or self.bind_names:
-                raise ValueError("TlsOptions(from_secret=True) uses no certificates: leave out files and bind_names")
-            return
         for name, path in zip(("ca", "certificate", "key"), self.files, strict=True):
             if not path:
                 raise ValueError(f"TlsOptions needs {name}, a file (`farcall certificates` makes all three)")
@@ -268,9 +262,11 @@ class RpcBackendOptions(_Checked):
         secret_file: a file with the secret; or with two, one to a line, while you change it: this node proves the
             first, and lets in members with either. It is read again when it changes. Default:
             ``FARCALL_SECRET_FILE``.
-        tls: `TlsOptions`, to encrypt connections over TCP. Default: ``FARCALL_TLS_CA``, ``FARCALL_TLS_CERT`` and
-            ``FARCALL_TLS_KEY``, names of files; or ``FARCALL_TLS=secret``; else connections are proved, but not
-            encrypted.
+        encryption: ``"on"``, or ``"off"`` for a network that is yours alone: then connections over TCP are plain bytes
+            behind the proof of the secret, which whoever is on the way can read and change. The same for all members.
+            Default: ``FARCALL_ENCRYPTION``, else on.
+        tls: `TlsOptions`, to encrypt with certificates of your own. Default: ``FARCALL_TLS_CA``, ``FARCALL_TLS_CERT``
+            and ``FARCALL_TLS_KEY``, names of files; else each process makes one for itself, in memory.
         allowed: ``"module:table"``, a dict with the ``functions`` and ``classes``, as `farcall.allow` takes them, that
             others may call, create and unpickle here. Default: ``FARCALL_ALLOWED``, else everything.
         transports: ``"unix"``, ``"tcp"`` or both. Default: ``FARCALL_TRANSPORTS`` (comma separated), else both.
@@ -298,6 +294,7 @@ class RpcBackendOptions(_Checked):
     port: int = 0
     secret: str | bytes | None = field(default=None, repr=False)
     secret_file: str | None = None
+    encryption: str | None = None
     tls: TlsOptions | None = None
     allowed: str | None = None
     transports: Sequence[str] | None = None
@@ -337,8 +334,15 @@ class RpcBackendOptions(_Checked):
         self._check_group(MemoryOptions, "memory")
         self._check_group(LimitOptions, "limits")
         self._check_group(ObservingOptions, "observing")
-        if self.tls is not None and self.memory.transfer_engine is not None:
-            raise ValueError("a transfer engine does not encrypt what it moves: leave out transfer_engine, or tls")
+        self._check_or_look_up(check.encryption, "encryption", ENV_ENCRYPTION)
+        self._set("encryption", self.encryption or "on")  # workers that are launched get this process's choice
+        if self.tls is not None and not self.encrypts:
+            raise ValueError('certificates (tls, FARCALL_TLS_CA) and encryption="off": leave one of them out')
+        if self.encrypts and self.memory.transfer_engine is not None:
+            raise ValueError(
+                "a transfer engine does not encrypt what it moves: leave out transfer_engine or, on a network that is "
+                'yours alone, set encryption="off" on all members'
+            )
 
     @property
     def start_deadline_s(self) -> float:
@@ -349,6 +353,11 @@ class RpcBackendOptions(_Checked):
     def allowed_transports(self) -> tuple[str, ...]:
         """The transports that may be used, the preferred one first."""
         return TRANSPORTS if self.transports is None else tuple(self.transports)
+
+    @property
+    def encrypts(self) -> bool:
+        """Are connections over a network encrypted?"""
+        return self.encryption != "off"
 
     @property
     def has_secret(self) -> bool:
@@ -401,11 +410,8 @@ def _choose_secret(secret: Any, path: Any) -> tuple[Any, str | None]:
 
 def _tls_from_environment() -> TlsOptions | None:
     files = [os.environ.get(variable) or "" for variable in ENV_TLS_FILES]
-    way = os.environ.get(ENV_TLS) or ""
-    if way and way != "secret":
-        raise ValueError(f"{ENV_TLS} must be 'secret', not {way!r}; for certificates set {', '.join(ENV_TLS_FILES)}")
     if not any(files):
-        return TlsOptions(from_secret=True) if way else None
-    if way or not all(files):
-        raise ValueError(f"set all of {', '.join(ENV_TLS_FILES)}, or {ENV_TLS} alone")
+        return None
+    if not all(files):
+        raise ValueError(f"set all of {', '.join(ENV_TLS_FILES)}, or none")
     return TlsOptions(ca=files[0], certificate=files[1], key=files[2])

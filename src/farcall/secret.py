@@ -10,19 +10,26 @@ before any goes on to the next:
     new       after: the old one opens nothing any more
 
 Where the changed file cannot be used, its earlier contents hold, and a warning is logged. Knows nothing of proofs.
+
+A secret of fewer than 32 bytes is probably a word of somebody's. Whoever sees a proof can try words, so such a secret
+is made slow to try: what others get is made of it by scrypt, in 0.1 s.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import threading
+from functools import lru_cache
 
 from farcall.private_files import Fingerprint, fingerprint
 
 logger: logging.Logger = logging.getLogger("farcall")
 
 MIN_SECRET_BYTES = 16
+RANDOM_SECRET_BYTES = 32
+"""Of so many bytes a secret is taken for random ones."""
 _MAX_FILE_BYTES = 4096
 _MOST = 2
 
@@ -41,7 +48,11 @@ class Secret:
 
     @property
     def values(self) -> tuple[bytes, ...]:
-        """Those that are good now; the first is the one to prove."""
+        """Keys made of those that are good now; the first is the one to prove."""
+        return tuple(value if len(value) >= RANDOM_SECRET_BYTES else _stretched(value) for value in self.given())
+
+    def given(self) -> tuple[bytes, ...]:
+        """Those that are good now, as they were given."""
         if not self.path:
             return self._values
         with self._lock:
@@ -54,6 +65,11 @@ class Secret:
                 except ValueError as error:
                     logger.warning("the old secret stays in use: %s", error)
             return self._values
+
+
+@lru_cache(maxsize=8)
+def _stretched(value: bytes) -> bytes:
+    return hashlib.scrypt(value, salt=b"farcall secret", n=1 << 15, r=8, p=1, maxmem=64 << 20, dklen=32)
 
 
 def _read(path: str) -> tuple[bytes, ...]:

@@ -23,7 +23,6 @@ from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.errors import AnswerLost, Delivery, RpcError
-from farcall.options import TlsOptions
 from farcall.protocol.membership import neighbours
 from farcall.runtime.link import parting
 
@@ -47,20 +46,6 @@ def note_large(what: object, tensor: torch.Tensor) -> int:
 def is_of_large(error: RpcError) -> bool:
     """Is that the truth about a large message whose connection was cut?"""
     return isinstance(error, AnswerLost) or getattr(error, "delivery", None) is Delivery.NOT_SENT
-
-
-@pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> TlsOptions:
-    pytest.importorskip("cryptography", reason="certificates are made with it: pip install 'farcall[tls]'")
-    from farcall.cli.certificates import make_certificates
-
-    directory = tmp_path_factory.mktemp("certificates")
-    make_certificates(directory, ["127.0.0.1"], [])
-    return TlsOptions(
-        ca=str(directory / "ca.pem"),
-        certificate=str(directory / "127.0.0.1.pem"),
-        key=str(directory / "127.0.0.1.key"),
-    )
 
 
 class Load:
@@ -120,7 +105,7 @@ class Load:
 
 
 @pytest.mark.parametrize("cuts", [False, True] if FULL else [True])
-@pytest.mark.parametrize("way", ["unix", "tcp", "tls"])
+@pytest.mark.parametrize("way", ["unix", "tcp", "unencrypted"])
 def test_nothing_is_lost_or_done_twice(
     way: str, cuts: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -131,7 +116,7 @@ def test_nothing_is_lost_or_done_twice(
     options = farcall.RpcBackendOptions(
         init_method=tcp_url(),
         transports=["unix" if way == "unix" else "tcp"],
-        tls=request.getfixturevalue("tls") if way == "tls" else None,
+        encryption="off" if way == "unencrypted" else "on",
         membership=replace(PATIENT, full_mesh=3),
         rpc_timeout=2 * LONG_S,
     )

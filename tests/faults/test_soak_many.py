@@ -1,7 +1,7 @@
 """Many members in few processes, with links on demand, under ring, tree and all-to-all traffic: what they bear.
 
 At random moments processes are killed and started again, stopped for a while, or leave and come back; connections are
-cut at any byte. Half of the processes reach others over TCP only, sealed, the rest over unix sockets, too.
+cut at any byte. Half of the processes reach others over TCP only, encrypted, the rest over unix sockets, too.
 No request may run twice, no call outlive its timeout, no member be declared dead that lives, nothing be left behind in
 a process whose nodes have ended. A failure prints its seed: ``FARCALL_SEED=...``. With ``FARCALL_SOAK=full``: 200
 members for ten minutes (``FARCALL_SOAK_S``: another time), and the figures of docs/scale.md.

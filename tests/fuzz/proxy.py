@@ -29,7 +29,6 @@ from tests.fuzz.mutations import mutate
 from tests.kit.ports import held_port
 from tests.kit.times import LONG_S
 
-from farcall.protocol.hello import MAGIC
 from farcall.runtime.link import dialler
 from farcall.transport.interface import Transport
 from farcall.transport.tcp import parse_tcp
@@ -42,7 +41,7 @@ PORTS = range(40000, 40256)
 STORE_PORT = 29500
 KEPT = 500
 FIRST_PIECES = 8
-"""Of a connection that cannot be read, so many belong to handshakes."""
+"""Of a connection, which cannot be read, so many belong to handshakes."""
 CONNECT_S = 5.0
 _numbers = itertools.count()
 
@@ -81,7 +80,6 @@ class Proxy:
         """How probable it is that a piece is altered, by phase."""
         self.alterations: Counter[str] = Counter()
         self.found: set[bytes] = set()
-        self.knows_handshakes: bool = True
         self._chance = random.Random(seed)
         self._forged = forged
         self._wanted = wanted
@@ -153,8 +151,7 @@ class Proxy:
                         return
                     if end is near and len(said) < 50:
                         said.append(data)
-                    shakes = data.startswith(MAGIC) if self.knows_handshakes else number < FIRST_PIECES
-                    phase = "meeting" if connect is None else "handshake" if shakes else "calls"
+                    phase = "meeting" if connect is None else "handshake" if number < FIRST_PIECES else "calls"
                     for piece in self._altered(data, phase):
                         (far if end is near else near).sendall(piece)
         finally:

@@ -33,6 +33,7 @@ from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.protocol.frames import REQUEST, encode_small
 from farcall.protocol.hello import observer_key
 from farcall.runtime.node import current_runtime
+from farcall.secret import Secret
 from farcall.testing.cluster import WorkerProcess, finish, run_cluster, start_cluster
 
 PATIENCE_S = 250.0
@@ -292,7 +293,7 @@ def test_with_the_secret_and_an_address(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(HandshakeRefused, match="secret"):
             Observer.connect_with_secret(address, RpcBackendOptions(secret="another secret, also long"))
         with pytest.raises(HandshakeRefused, match="cluster"):
-            Observer.connect(address, observer_key(SECRET.encode()), "another cluster")
+            Observer.connect(address, observer_key(Secret(SECRET.encode()).values[0]), "another cluster")
 
 
 def test_an_observer_can_only_ask(tmp_path: Path) -> None:

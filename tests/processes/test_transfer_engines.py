@@ -77,7 +77,7 @@ def record() -> memory_engine.Record:
 @pytest.fixture
 def nodes(record: memory_engine.Record) -> Iterator[list[farcall.Node]]:
     memory = MemoryOptions(transfer_engine=memory_engine.NAME)
-    with team([None] * 2, transports=("tcp",), memory=memory, membership=PATIENT) as nodes:
+    with team([None] * 2, transports=("tcp",), encryption="off", memory=memory, membership=PATIENT) as nodes:
         yield nodes
         held.clear()
         gc.collect()
@@ -144,7 +144,7 @@ def test_memory_rests_if_a_reader_leaves_before_its_transfer_is_over(
     record: memory_engine.Record, tmp_path: Path
 ) -> None:
     memory = MemoryOptions(transfer_engine=memory_engine.NAME)
-    with dynamic_team(2, tmp_path, transports=("tcp",), memory=memory, membership=PATIENT) as nodes:
+    with dynamic_team(2, tmp_path, transports=("tcp",), encryption="off", memory=memory, membership=PATIENT) as nodes:
         tensor = nodes[0].rpc_sync("w1", share_numbers)
         record.may_finish.clear()
         with pytest.raises(RpcTimeout, match="8388608 bytes"):
@@ -162,7 +162,7 @@ def test_memory_rests_if_a_reader_leaves_before_its_transfer_is_over(
 
 def test_the_death_of_the_owner_ends_a_transfer(record: memory_engine.Record) -> None:
     memory = MemoryOptions(transfer_engine=memory_engine.NAME)
-    with team([None] * 2, transports=("tcp",), memory=memory) as nodes:
+    with team([None] * 2, transports=("tcp",), encryption="off", memory=memory) as nodes:
         tensor = nodes[0].rpc_sync("w1", share_numbers)
         record.may_finish.clear()
         told: list[BaseException] = []
@@ -187,7 +187,7 @@ def test_the_death_of_the_owner_ends_a_transfer(record: memory_engine.Record) ->
 
 def test_who_names_no_engine_calls_the_owner(record: memory_engine.Record) -> None:
     url = tcp_url()
-    options = [RpcBackendOptions(init_method=url, transports=("tcp",)) for _ in range(2)]
+    options = [RpcBackendOptions(init_method=url, transports=("tcp",), encryption="off") for _ in range(2)]
     options[1] = options[1].replace(memory=MemoryOptions(transfer_engine=memory_engine.NAME))
     nodes = [farcall.Node(f"w{rank}", rank=rank, world_size=2, options=options[rank]) for rank in range(2)]
     together([node.start for node in nodes])
@@ -226,7 +226,7 @@ def member(rank: int, size: int, url: str, work: Any) -> Any:
     NixlEngine().close()
     numbers().t().contiguous().double().sum()  # torch and NIXL have by now what they keep for good
     before = native()
-    options = RpcBackendOptions(init_method=url, transports=("tcp",), memory=NIXL, membership=PATIENT)
+    options = RpcBackendOptions(init_method=url, transports=("tcp",), encryption="off", memory=NIXL, membership=PATIENT)
     farcall.init_rpc(f"w{rank}", rank=rank, world_size=size, rpc_backend_options=options)
     with_engine = native()
     result = work(rank)

@@ -25,7 +25,6 @@ EVERYWHERE = "0.0.0.0"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("cryptography", reason="certificates are made with it: pip install 'farcall[tls]'")
     from farcall.cli.certificates import make_certificates
 
     directory = tmp_path_factory.mktemp("certificates")

@@ -25,7 +25,7 @@ from farcall.options import (
 
 @pytest.fixture(autouse=True)
 def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    tls = (farcall.options.ENV_TLS, *farcall.options.ENV_TLS_FILES)
+    tls = (farcall.options.ENV_ENCRYPTION, *farcall.options.ENV_TLS_FILES)
     for name in ("FARCALL_ADVERTISE", "FARCALL_SECRET", "FARCALL_SECRET_FILE", "FARCALL_TRANSPORTS", *tls):
         monkeypatch.delenv(name, raising=False)
 
@@ -117,7 +117,7 @@ def test_nonsense_is_refused(kind: type[Any], arguments: dict[str, Any], error: 
 def value(options: RpcBackendOptions) -> bytes:
     secret = options.given_secret()
     assert secret is not None
-    return secret.values[0]
+    return secret.given()[0]
 
 
 def test_a_short_secret_is_refused_without_being_told() -> None:
@@ -129,7 +129,7 @@ def test_a_short_secret_is_refused_without_being_told() -> None:
 def test_the_secret_is_not_shown_but_travels_with_pickle() -> None:
     options = RpcBackendOptions(secret="correct horse battery")
     assert "horse" not in repr(options)
-    assert pickle.loads(pickle.dumps(options)).given_secret().values == (b"correct horse battery",)
+    assert pickle.loads(pickle.dumps(options)).given_secret().given() == (b"correct horse battery",)
 
 
 def test_environment_stands_behind_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,11 +228,21 @@ def test_tls_by_option_and_by_environment(monkeypatch: pytest.MonkeyPatch, tmp_p
         RpcBackendOptions()
     for variable in farcall.options.ENV_TLS_FILES:
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("FARCALL_TLS", "secret")
-    assert RpcBackendOptions().tls == TlsOptions(from_secret=True)
-    monkeypatch.setenv("FARCALL_TLS", "yes")
-    with pytest.raises(ValueError, match="'secret'"):
+
+
+def test_encryption_is_on_unless_it_is_said_to_be_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert RpcBackendOptions().encrypts
+    assert not RpcBackendOptions(encryption="off").encrypts
+    monkeypatch.setenv("FARCALL_ENCRYPTION", "off")
+    assert not RpcBackendOptions().encrypts
+    assert RpcBackendOptions(encryption="on").encrypts
+    monkeypatch.setenv("FARCALL_ENCRYPTION", "no")
+    with pytest.raises(ValueError, match="FARCALL_ENCRYPTION must be 'on' or 'off'"):
         RpcBackendOptions()
+    file = tmp_path / "any.pem"
+    file.touch()
+    with pytest.raises(ValueError, match="leave one of them out"):
+        RpcBackendOptions(encryption="off", tls=TlsOptions(ca=str(file), certificate=str(file), key=str(file)))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +251,6 @@ def test_tls_by_option_and_by_environment(monkeypatch: pytest.MonkeyPatch, tmp_p
         ({}, ValueError, "needs ca"),
         ({"ca": "/nowhere", "certificate": "/nowhere", "key": "/nowhere"}, ValueError, "does not exist"),
         ({"ca": 1}, TypeError, "a path"),
-        ({"from_secret": True, "bind_names": True}, ValueError, "no certificates"),
         ({"check_hosts": 1}, TypeError, "check_hosts"),
     ],
 )

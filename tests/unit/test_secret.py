@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from farcall.secret import Secret
 
-OLD, NEW = b"the secret of last year", b"the secret of this year"
+OLD, NEW = b"the secret of last year, a long one", b"the secret of this year, a long one"
 
 
 @pytest.fixture
@@ -28,6 +30,25 @@ def put(path: Path, *lines: bytes) -> None:
 
 
 def test_a_value_stays_as_it_is() -> None:
+    assert Secret(OLD).values == (OLD,)
+
+
+def test_a_short_one_is_made_slow_to_try_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+    scrypt = hashlib.scrypt
+
+    def counted(value: bytes, **choices: Any) -> bytes:
+        tries.append(value)
+        return scrypt(value, **choices)
+
+    monkeypatch.setattr(hashlib, "scrypt", counted)
+    word = b"correct horse battery"
+    [key] = Secret(word).values
+    assert Secret(word).values == Secret(word).values == (key,)
+    assert key not in (word, *Secret(b"correct horse batterx").values)
+    assert len(key) == 32
+    assert len(tries) == 2
+    assert Secret(word).given() == (word,)
     assert Secret(OLD).values == (OLD,)
 
 

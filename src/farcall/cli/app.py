@@ -294,13 +294,13 @@ def doctor(
 @app.command(rich_help_panel=_MACHINE)
 def certificates(
     directory: Annotated[Path, typer.Argument(help="Folder for the authority and the certificates; made if needed.")],
-    hosts: Annotated[list[str], typer.Argument(help="Names or addresses that other hosts connect to.")],
+    hosts: Annotated[list[str], typer.Argument(help="Names or addresses of hosts, or NAME=ADDRESS,ADDRESS.")],
     name: Annotated[
         list[str] | None, typer.Option(help="Name of a worker that the certificates are for (bind_names); repeatable.")
     ] = None,
     days: Annotated[int, typer.Option(min=1, help="How long the certificates are valid.")] = 365,
 ) -> None:
-    """Make certificates for TLS between the hosts of a cluster; called again, renew them. Needs farcall\\[tls]."""
+    """Make certificates for TLS between the hosts of a cluster; called again, renew them."""
     from farcall.cli.certificates import make_certificates
 
     console = _console()

@@ -6,27 +6,24 @@
     DIR/HOST.key        its private key: only on that host
 
 Called again, it keeps the authority and makes new certificates for the hosts named: that is how hosts are added and
-certificates renewed. Needs ``cryptography`` (``pip install farcall[tls]``); only making certificates does.
+certificates renewed.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from farcall.private_files import write_whole
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
-try:
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-except ImportError:  # an extra, which a node does not need
-    _IS_INSTALLED = False
-else:
-    _IS_INSTALLED = True
+from farcall.private_files import write_whole
+from farcall.runtime.rendezvous.addresses import is_loopback
+from farcall.transport.certificate import as_pem, certificate_of, new_key, subject_of
 
 AUTHORITY_DAYS = 3650
 
@@ -36,26 +33,35 @@ def make_certificates(
 ) -> list[tuple[str, Path, Path]]:
     """Make (or keep) the authority in ``directory``, and a certificate for each of ``hosts``; their files.
 
-    ``names``: names of workers, or other names of the hosts, that each certificate has as well.
+    A host is a name or an address; or ``name=address,address``, where others dial addresses that this machine does not
+    find by the name. ``names``: names of workers that each certificate has as well.
     """
-    if not _IS_INSTALLED:
-        raise SystemExit("making certificates needs the cryptography package: pip install 'farcall[tls]'")
-    for host in hosts:
+    known = {}
+    for host, given, others in (host.partition("=") for host in hosts):
         if not host or "/" in host or host in (".", "..", "ca"):
             raise SystemExit(f"{host!r} is not a valid host name")
+        known[host] = others.split(",") if given else _addresses_of(host)
+        if not all(known[host]):
+            raise SystemExit(f"{host}= is followed by no address: write {host}=ADDRESS, or {host}=ADDRESS,ADDRESS")
+        if not known[host]:
+            print(
+                f"{host}: no address of it is known here. Members advertise addresses, unless told a name "
+                f"(FARCALL_ADVERTISE): if others dial one, write {host}=ADDRESS",
+                file=sys.stderr,
+            )
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     authority, authority_key = _authority(directory)
     made = []
-    for host in hosts:
-        key = ec.generate_private_key(ec.SECP256R1())
-        known = [_general_name(name) for name in dict.fromkeys((host, *_addresses_of(host), *names))]
+    for host, addresses in known.items():
+        key = new_key()
+        alternatives = [_general_name(name) for name in dict.fromkeys((host, *addresses, *names))]
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
         both_roles = x509.ExtendedKeyUsage([x509.OID_SERVER_AUTH, x509.OID_CLIENT_AUTH])  # a member has both
         certificate = (
-            _builder(host, key, days)
+            certificate_of(host, key, days)
             .issuer_name(authority.subject)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName(known), critical=False)
+            .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
             .add_extension(issuer, critical=False)
             .add_extension(both_roles, critical=False)
             .sign(authority_key, hashes.SHA256())
@@ -78,7 +84,7 @@ def _authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePriva
                 "this command has made; put the right file back, or name another directory for a new authority"
             )
         return certificate, kept
-    key = ec.generate_private_key(ec.SECP256R1())
+    key = new_key()
     may_sign = x509.KeyUsage(
         digital_signature=False,
         content_commitment=False,
@@ -92,8 +98,8 @@ def _authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePriva
     )
     name = "farcall cluster"
     certificate = (
-        _builder(name, key, AUTHORITY_DAYS)
-        .issuer_name(_subject(name))
+        certificate_of(name, key, AUTHORITY_DAYS)
+        .issuer_name(subject_of(name))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(may_sign, critical=True)
         .sign(key, hashes.SHA256())
@@ -102,30 +108,15 @@ def _authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePriva
     return certificate, key
 
 
-def _subject(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(x509.OID_COMMON_NAME, name[:64])])
-
-
-def _builder(subject: str, key: ec.EllipticCurvePrivateKey, days: int) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(_subject(subject))
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(hours=1))  # clocks of hosts differ
-        .not_valid_after(now + timedelta(days=days))
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-    )
-
-
 def _addresses_of(host: str) -> list[str]:
     """The addresses under which others dial ``host``, where that is known here."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return sorted({str(entry[4][0]).partition("%")[0] for entry in found})
+    addresses = {str(entry[4][0]).partition("%")[0] for entry in found}
+    # What a host's own name means on that host, in many distributions: nobody else dials it.
+    return sorted(one for one in addresses if one == host or host == "localhost" or not is_loopback(one))
 
 
 def _general_name(name: str) -> x509.GeneralName:
@@ -138,10 +129,9 @@ def _general_name(name: str) -> x509.GeneralName:
 def _write(
     directory: Path, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
 ) -> tuple[Path, Path]:
-    pem = serialization.Encoding.PEM
-    text = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     certificate_file, key_file = directory / f"{name}.pem", directory / f"{name}.key"
     # A node that reads the two files between these writes finds a pair that does not fit, and keeps the old one.
-    write_whole(key_file, text)
-    write_whole(certificate_file, certificate.public_bytes(pem), 0o644)
+    key_text, certificate_text = as_pem(key, certificate)
+    write_whole(key_file, key_text)
+    write_whole(certificate_file, certificate_text, 0o644)
     return certificate_file, key_file

@@ -27,7 +27,7 @@ from farcall.observe.rates import Row, batches, busiest, cluster_title, rows, st
 from farcall.observe.spans import CALL, OPERATOR
 from farcall.observe.trace import chrome_trace, write_json
 from farcall.options import RpcBackendOptions
-from farcall.transport.tls import tls_of
+from farcall.transport.tls import tls_for
 
 _BUSIEST = 5
 
@@ -170,7 +170,7 @@ def serve_dashboard(console: Console, observer: Observer, address: str, place: t
 
     options, (host, port) = RpcBackendOptions(), place
     try:
-        served = Dashboard(connect, port, host, tls=tls_of(options.tls, b""), name=options.advertise or "")
+        served = Dashboard(connect, port, host, tls=tls_for(options), name=options.advertise or "")
     except InitError as error:
         raise SystemExit(str(error)) from error
     try:

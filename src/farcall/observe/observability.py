@@ -16,8 +16,8 @@ from farcall.observe.answering import TRACE_BEGIN, TRACE_END, Answering
 from farcall.observe.presence import Presence, PresenceFile, process_start
 from farcall.private_files import pid_namespace, runtime_directory
 from farcall.protocol.hello import observer_key
-from farcall.runtime.link.dialler import tls_for
 from farcall.runtime.node import Runtime
+from farcall.transport.tls import tls_for
 
 if TYPE_CHECKING:
     from farcall.observe.cluster import Recordings
@@ -50,7 +50,7 @@ class Observability:
         if observing.metrics_port is not None:
             from farcall.observe.prometheus import MetricsServer
 
-            tls = tls_for(options, runtime.membership.secret)
+            tls = tls_for(options)
             server = MetricsServer(runtime, observing.metrics_host, observing.metrics_port, tls)
             runtime.hooks.ended.append(server.close)
             self.metrics_port = server.port
@@ -79,7 +79,7 @@ class Observability:
                 runtime.addresses, key, membership.cluster_id, runtime.info.name, runtime.options
             )
 
-        tls, host = tls_for(runtime.options, membership.secret), runtime.options.observing.dashboard_host
+        tls, host = tls_for(runtime.options), runtime.options.observing.dashboard_host
         dashboard = Dashboard(connect, port, host, tls=tls, name=runtime.options.advertise or "")
         runtime.hooks.ended.append(dashboard.close)
         self.dashboard_url = dashboard.url
@@ -105,6 +105,7 @@ class Observability:
             namespace=pid_namespace(),
             started_at=time.time(),
             cluster_name=runtime.options.observing.cluster_name or "",
+            encrypts=runtime.options.encrypts,
             program=_program(),
         )
         try:

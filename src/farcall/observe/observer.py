@@ -27,10 +27,10 @@ from farcall.observe.answering import EVENTS, METRICS, SNAPSHOT, WorkerEvents
 from farcall.observe.metrics import Metrics
 from farcall.observe.presence import Presence, find_nodes
 from farcall.observe.snapshot import WorkerSnapshot
-from farcall.options import RpcBackendOptions, TlsOptions
+from farcall.options import RpcBackendOptions
 from farcall.private_files import runtime_directory
 from farcall.protocol.handshake import Established
-from farcall.protocol.hello import Hello, Observe, observer_key, tls_key
+from farcall.protocol.hello import Hello, Observe, observer_key
 from farcall.protocol.member import Member, new_incarnation
 from farcall.protocol.observing import (
     MAX_ANSWER_BYTES,
@@ -44,7 +44,7 @@ from farcall.protocol.observing import (
 from farcall.runtime.link.dialler import prove
 from farcall.transport.address import dial
 from farcall.transport.interface import DialFailed, Transport, TransportError
-from farcall.transport.tls import tls_of
+from farcall.transport.tls import tls_for
 
 DIAL_S = 3.0
 ANSWER_S = 2.0
@@ -125,7 +125,8 @@ class Observer:
         failures = []
         for one in wanted:
             try:
-                return cls.connect_any(one.addresses, one.observer_key(), one.cluster_id, one.name, options)
+                its = options if one.encrypts else options.replace(encryption="off", tls=None)
+                return cls.connect_any(one.addresses, one.observer_key(), one.cluster_id, one.name, its)
             except (TransportError, NetworkError, ValueError) as error:
                 failures.append(f"{one.name} (process {one.process_id}): {error}")
         raise NothingToObserve("cannot reach any worker of the cluster: " + "; ".join(failures))
@@ -138,7 +139,7 @@ class Observer:
         failure: TransportError | None = None
         for address in sorted(addresses, key=lambda address: not address.startswith("unix:")):
             try:
-                return cls.connect(address, key, cluster_id, member, tls=options.tls)
+                return cls.connect(address, key, cluster_id, member, options)
             except TransportError as error:
                 failure = error
         raise failure or DialFailed(f"{member} has no address")
@@ -151,18 +152,23 @@ class Observer:
         if secret is None:
             raise NothingToObserve("set FARCALL_SECRET to the cluster's secret to observe it from elsewhere")
         known = address.partition(":")[0] in ("tcp", "unix")
-        return cls.connect(address if known else f"tcp://{address}", observer_key(secret.values[0]), tls=options.tls)
+        return cls.connect(address if known else f"tcp://{address}", observer_key(secret.values[0]), options=options)
 
     @classmethod
     def connect(
-        cls, address: str, key: bytes, cluster_id: str = "", member: str | None = None, *, tls: TlsOptions | None = None
+        cls,
+        address: str,
+        key: bytes,
+        cluster_id: str = "",
+        member: str | None = None,
+        options: RpcBackendOptions | None = None,
     ) -> Observer:
         """Connect to the member at ``address`` with the observer's key."""
         deadline = monotonic() + DIAL_S
-        transport = dial(address, DIAL_S, None if tls is None else tls_of(tls, tls_key(key)))
+        transport = dial(address, DIAL_S, tls_for(options or RpcBackendOptions()))
         try:
             me = Hello(Member("observer", 0, new_incarnation(secrets.randbits(62))), cluster_id, Observe())
-            return cls(*prove(transport, member, me, key, deadline))
+            return cls(transport, prove(transport, member, me, key, deadline))
         except BaseException:
             transport.close()
             raise

@@ -40,6 +40,7 @@ class Presence(msgspec.Struct, frozen=True):
     started_at: float
     cluster_name: str = ""
     secret_file: str = ""
+    encrypts: bool = True
     program: str = ""
     """The name of the program that it is part of; empty if it has none, as a worker of `farcall.launch`."""
 

@@ -19,10 +19,10 @@ The last but one row is for a dialer that resumes a session (`session.py`): its 
 of frames it has (`hello.py`). Once the dialer is proven, the listener sends its own number behind its proof
 (``resumed``). A dialer that only asks whether the session lives gets a proof, or a refusal.
 A greeting is a `Hello` and a nonce. A proof is an HMAC, under a key derived from the secret, of both greetings as they
-went over the wire, and under TLS of both certificates. So either both ends saw the same version, members, purposes,
-cluster, dialled address, certificates and nonces, or one end refuses. `Established.session_key` derives from all that,
-and only the two ends know it. The listener sends nothing before a valid greeting, and proves nothing before the dialer
-has.
+went over the wire, and of the TLS channel that they went through (`transport/pump.py`). So either both ends saw the
+same version, members, purposes, cluster, dialled address, certificates and nonces, and are the two ends of one channel,
+or one end refuses: somebody who ends TLS towards both has two channels. `Established.session_key` derives from all
+that. The listener sends nothing before a valid greeting, and proves nothing before the dialer has.
 An observer proves ``observer_key(secret)`` instead of the secret. Both ends of its connection derive their keys from
 it, and it opens no other connection.
 Invariant: a peer's bytes raise no exception but ``HandshakeRefused``, and the buffer holds at most 64 KiB.
@@ -50,6 +50,8 @@ from farcall.protocol.hello import (
     PROOF_BYTES,
     PROTOCOL_VERSION,
     STRANGERS,
+    TLS_NAME,
+    TLS_RECORD,
     VERSION_END,
     Greeting,
     Hello,
@@ -69,6 +71,7 @@ from farcall.protocol.hello import (
     refuse,
 )
 
+_SAME_ENCRYPTION = 'give every member encryption="off" (FARCALL_ENCRYPTION=off), or none'
 _SAME_TRUST = ": have every process call farcall.allow before it starts, with the same trust, or none"
 
 
@@ -89,16 +92,11 @@ class Established(NamedTuple):
     session_key: bytes
     leftover: bytes
     peer_received: int = 0  # for a dialer that resumes a session: how many of its frames the listener has
-    quick_seals: bool = False  # do both ends have Poly1305?
 
     @property
     def session_id(self) -> str:
         """The name that both ends give to the session that begins with this connection."""
         return hashlib.sha256(b"session id" + self.session_key).hexdigest()[:32]
-
-    def frame_key(self, sender: Side) -> bytes:
-        """The key that authenticates the frames of ``sender`` on this connection."""
-        return hkdf_expand(self.session_key, b"frames of the " + sender.value.encode())
 
 
 class Handshake:
@@ -106,8 +104,8 @@ class Handshake:
 
     ``nonce`` must be fresh from a cryptographic source for each connection. ``expected_peer`` is the name
     that must answer (or dial); None lets any member of the cluster in. ``also``: other secrets that a dialer may prove;
-    the listener answers with the same one. ``binding`` returns what both ends saw of each other below this handshake
-    (TLS certificates), once a message has come; proofs cover it. ``quick_seals``: see `Greeting`.
+    the listener answers with the same one. ``binding`` returns what only the two ends of the channel below know of it,
+    once a message has come; proofs cover it.
     """
 
     def __init__(
@@ -120,7 +118,6 @@ class Handshake:
         *,
         also: Sequence[bytes] = (),
         binding: Callable[[], bytes] = bytes,
-        quick_seals: bool = False,
     ) -> None:
         if not secret:
             raise ValueError("the shared secret must not be empty")
@@ -131,14 +128,13 @@ class Handshake:
         self._secrets = (secret, *also)
         self._expected_peer = expected_peer
         self._binding = binding
-        self._quick_seals = quick_seals
         self._root_keys = [_root_key(one) for one in self._secrets]
-        self._my_greeting = message_of(GREETING[side], msgspec.msgpack.encode(Greeting(me, nonce, quick_seals)))
+        self._my_greeting = message_of(GREETING[side], msgspec.msgpack.encode(Greeting(me, nonce)))
         # Fail here, with a clear error, instead of sending a greeting that every peer refuses.
         if len(self._my_greeting) > MAX_MESSAGE_BYTES:
             raise ValueError(f"this hello does not fit a handshake message of {MAX_MESSAGE_BYTES} bytes")
         read_greeting(self._my_greeting[HEADER.size :])
-        # Mutable from here on, as are ``_root_keys`` (narrowed to the proved one) and ``_quick_seals``.
+        # Mutable from here on, as are ``_root_keys`` (narrowed to the proved one).
         self._state = HandshakeState.AWAITING_GREETING
         self._buffer = bytearray()
         self._peer: Hello | None = None
@@ -178,6 +174,21 @@ class Handshake:
             self._state = HandshakeState.REFUSED
             self._buffer = bytearray()
             raise
+
+    def unencrypted(self, first_bytes: bytes) -> Refused:
+        """The refusal of a peer that began with ``first_bytes``, where TLS was due; notes what it claims."""
+        self._buffer += first_bytes
+        try:
+            complete = self._next_message()
+            if complete is not None and complete[0] is Kind.REFUSAL:
+                return self._refused_by_peer(complete[1][HEADER.size :])
+            if complete is not None:
+                self._peer = read_greeting(complete[1][HEADER.size :]).hello
+        except Refused as refusal:
+            return refusal
+        except ValueError:
+            pass  # refused in any case
+        return refuse(RefusalReason.ENCRYPTION, f"the peer does not encrypt, and this node does: {_SAME_ENCRYPTION}")
 
     def _advance(self) -> tuple[bytes, Established | None]:
         """Handle every complete message in the buffer."""
@@ -278,7 +289,6 @@ class Handshake:
                 "(a stale address, or a port used again?)",
             )
         self._peer = peer
-        self._quick_seals = self._quick_seals and greeting.quick_seals
         self._state = HandshakeState.AWAITING_PROOF
         if isinstance(peer.purpose, Observe) and self._side is Side.LISTENER:
             self._root_keys = [_root_key(observer_key(one)) for one in self._secrets]
@@ -304,7 +314,8 @@ class Handshake:
             raise refuse(
                 RefusalReason.WRONG_SECRET,
                 f"the peer that calls itself {name!r} could not prove the cluster's secret: "
-                "give every node the same FARCALL_SECRET or option `secret`",
+                "give every node the same FARCALL_SECRET or option `secret` (if they have it, somebody in between ends "
+                "the encryption of both)",
             )
         self._state = HandshakeState.ESTABLISHED
         session_key = hkdf_expand(self._root_keys[0], b"session" + self._transcript)
@@ -333,9 +344,11 @@ class Handshake:
 
     def _established(self, peer: Hello, received: int = 0) -> Established:
         leftover, self._buffer = bytes(self._buffer), bytearray()
-        return Established(peer, self._session_key, leftover, received, self._quick_seals)
+        return Established(peer, self._session_key, leftover, received)
 
     def _not_farcall(self) -> Refused:
+        if self._buffer.startswith(TLS_RECORD) and TLS_NAME in self._buffer:
+            return refuse(RefusalReason.ENCRYPTION, f"the peer encrypts, and this node does not: {_SAME_ENCRYPTION}")
         for opening, name in STRANGERS:
             if self._buffer.startswith(opening):
                 return Refused(f"the peer speaks {name}, not farcall", RefusalReason.NOT_FARCALL)
@@ -352,6 +365,7 @@ class Handshake:
             RefusalReason.WRONG_SECRET: "; give every node the same FARCALL_SECRET or option `secret`",
             RefusalReason.OTHER_CLUSTER: f"; this node is in cluster {self._me.cluster_id!r}",
             RefusalReason.OTHER_TRUST: _SAME_TRUST,
+            RefusalReason.ENCRYPTION: f", which only one end has: {_SAME_ENCRYPTION}",
             RefusalReason.WRONG_PEER: f"; this node is {self._me.member.name!r}",
         }.get(reason, "")
         return Refused(f"the peer refused this connection: {reason.value}{advice}", reason)

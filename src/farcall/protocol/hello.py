@@ -1,4 +1,4 @@
-"""`Hello`: a node's identity and purpose, in the clear; the handshake's messages as bytes; refusals.
+"""`Hello`: a node's identity and purpose, before any proof; the handshake's messages as bytes; refusals.
 
     purpose                        sent by a dialer that
     Connect(is_first)              makes a link; ``is_first``: it knows of no connection before this one
@@ -41,6 +41,9 @@ HEADER: Final = struct.Struct(">8sHHI")
 VERSION_END: Final = 10
 PROOF_BYTES: Final = 32
 MAX_REFUSAL_BYTES: Final = 64
+TLS_RECORD: Final = b"\x16\x03"
+TLS_NAME: Final = b"\x07farcall"
+"""How the first record of TLS begins; and what it has in it where a node of farcall dials."""
 COUNT: Final = struct.Struct(">Q")
 
 _ShortText: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
@@ -135,8 +138,6 @@ class Greeting(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
 
     hello: Hello
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
-    quick_seals: bool = False
-    """Does this end have Poly1305, to seal the frames that follow?"""
 
 
 _greeting_decoder = msgspec.msgpack.Decoder(Greeting)
@@ -167,11 +168,6 @@ def observer_key(secret: bytes) -> bytes:
     return hkdf_expand(hkdf_extract(b"farcall observer", secret), b"key")
 
 
-def tls_key(observer: bytes) -> bytes:
-    """The pre-shared key of TLS without certificates, derived from the observers' key: members have that one, too."""
-    return hkdf_expand(observer, b"tls")
-
-
 def hkdf_extract(salt: bytes, secret: bytes) -> bytes:
     """RFC 5869, first step, with SHA-256."""
     return hmac.digest(salt, secret, "sha256")
@@ -197,6 +193,7 @@ class RefusalReason(StrEnum):
     WRONG_ADDRESS = "wrong address"
     OTHER_TRUST = "other trust"
     WRONG_SECRET = "wrong secret"
+    ENCRYPTION = "encryption"
     # The listener dials the dialer at the same moment: one connection is enough. Or it is about to become a member, and
     # lets newcomers ask again.
     CROSSED = "crossed"
@@ -224,7 +221,7 @@ def malformed(what: str) -> Refused:
 
 # The first bytes of common other protocols, so that the log line can name them.
 STRANGERS: Final = (
-    (b"\x16\x03", "TLS"),
+    (TLS_RECORD, "TLS"),
     (b"SSH-", "SSH"),
     (b"GET ", "HTTP"),
     (b"POST ", "HTTP"),

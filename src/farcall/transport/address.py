@@ -31,7 +31,7 @@ def _scheme(address: str) -> Scheme:
 def dial(address: str, timeout_s: float, tls: Tls | None = None) -> Transport:
     """Connect to ``address`` within ``timeout_s``, or raise ``DialFailed``; use ``tls`` if a network lies between."""
     transport = _scheme(address).dial(address, timeout_s)
-    if tls is None or not transport.needs_sealing:
+    if tls is None or not transport.needs_encryption:
         return transport
     return tls.dialled(transport, parse_tcp(address)[0])
 

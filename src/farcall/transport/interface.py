@@ -51,6 +51,19 @@ class TransportForged(TransportBroken):
     """The received bytes are not those that the peer sent: a third party has tampered with the connection."""
 
 
+class TlsFailed(TransportBroken):
+    """The two ends could not agree on TLS, or one could not authenticate itself; the message says why."""
+
+
+class NotEncrypted(TransportBroken):
+    """The other end does not begin with TLS, as this one does: the connection is over, unless ``first_bytes`` are
+    answered in the clear."""
+
+    def __init__(self, first_bytes: bytes) -> None:
+        super().__init__("the other end does not encrypt, and this one does")
+        self.first_bytes = first_bytes
+
+
 class DialFailed(TransportError):
     """No connection could be made to an address; the message says which and why."""
 
@@ -82,9 +95,9 @@ class Transport(ABC):
     carries_descriptors: bool = False
     #: the numeric address of the peer's host, if a network lies between; else empty
     peer_host: str = ""
-    #: True if a network lies between the two ends, on which third parties could tamper with the connection
-    needs_sealing: bool = False
-    #: the digests of both ends' certificates, if they have any: input to the proof of the handshake
+    #: True if a network lies between the two ends, on which third parties could read and change what passes
+    needs_encryption: bool = False
+    #: what only the two ends of an encrypted connection know of it: input to the proof of the handshake
     binding: bytes = b""
     #: the names in the peer's certificate, if the options bind names to certificates; else None
     peer_names: frozenset[str] | None = None

@@ -161,7 +161,7 @@ class TcpTransport(SocketTransport):
     __slots__ = ("_asked_at", "peer_host")
 
     kind = "tcp"
-    needs_sealing = True
+    needs_encryption = True
 
     def __init__(self, stream: socket.socket) -> None:
         super().__init__(stream)

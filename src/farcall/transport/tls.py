@@ -1,15 +1,15 @@
-"""TLS over a transport: third parties can neither read nor write, and both ends authenticate each other.
+"""Encrypted connections between hosts: TLS 1.3 over a transport, and whom it is made with.
 
-TLS 1.3 by Python's ``ssl``, over buffers in memory: bytes in, bytes out, so that it works over any transport and never
-waits. (A wrapped socket took 16.7 us of processor time for a small message, buffers 13.2, a plain socket 6.7; large
-messages cost the same.) Both ends show a certificate of the same authority or, without certificates, prove a key
-derived from the cluster's secret. Farcall's own handshake runs inside, with the digests of both certificates in its
-proof (``binding``).
+    options                     the two ends show each other                      who is at the other end
+    none (the default)          a certificate of the listener's process,   whoever proves the cluster's secret
+                                made in memory, which nobody verifies
+    ``TlsOptions``              certificates of one authority              the same, from a host of that authority
+    ``encryption="off"``        nothing: no TLS, plain bytes               the same, and whoever is on the way
 
-    state      event                                 becomes
-    shaking    the handshake's last bytes are here   ready: bytes of the two ends go through
-    shaking    a certificate is refused              over: ``TlsFailed``
-    any        a record that was changed             over: ``TransportForged``
+farcall's own handshake (`protocol/handshake.py`) runs inside. Its proofs cover this very channel (`Pump.binding`), so
+somebody who ends TLS towards both members relays a proof that neither accepts, whatever certificates he has. As the
+proofs say who is there, the dialer needs no certificate by default. (Python's ``ssl`` cannot ask for one that it is not
+to verify.) The keys of a channel are made for it and forgotten with it: the secret, learnt later, opens no recording.
 
 One thread may send while another receives, but the library allows one at a time, hence the lock. No thread waits while
 it holds the lock.
@@ -19,80 +19,67 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from time import monotonic
-from typing import Any, Final, NamedTuple
+from typing import NamedTuple
 
-from farcall.options import TlsOptions
+from farcall.options import RpcBackendOptions, TlsOptions
 from farcall.private_files import fingerprint
-from farcall.transport.interface import Buffer, Transport, TransportBroken, TransportError, TransportForged
-from farcall.transport.layer import Layer
+from farcall.transport.interface import Buffer, TlsFailed, Transport, TransportBroken, TransportError
+from farcall.transport.pump import ALPN, MAX_BODY_BYTES, Pump
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-MAX_BODY_BYTES: Final = 128 * 1024
-_JOINED_BYTES: Final = 16 * 1024
-"""The size of a full record: smaller buffers are joined."""
 
+class TlsTransport(Transport):
+    """One end of an encrypted connection over an inner transport.
 
-class TlsFailed(TransportBroken):
-    """The two ends could not agree, or one could not authenticate itself; the message says why."""
-
-
-class TlsTransport(Layer):
-    """One end of a TLS connection. Mutable: its state, and whether decrypted bytes wait for delivery."""
+    A record is made once. While it is partly sent, its bytes are *pending*: `send` has returned 0, and its caller must
+    offer the same bytes again.
+    Mutable: the pump, the unsent rest of records and their pending bytes, and whether plain text waits for delivery.
+    """
 
     __slots__ = (
-        "_binds_names",
-        "_digest",
-        "_incoming",
+        "_inner",
+        "_is_ended",
         "_lock",
-        "_object",
-        "_outgoing",
-        "_ready",
+        "_names",
+        "_pump",
         "_staging",
+        "_unsent",
         "buffered",
+        "kind",
+        "peer_host",
+        "pending_bytes",
     )
 
-    def __init__(
-        self, inner: Transport, contexts: _Contexts, *, is_listener: bool, host: str | None, binds_names: bool
-    ) -> None:
-        """``host``: the host that we dialled and must verify; None if we were dialled, or any host may answer."""
-        super().__init__(inner)
-        self._incoming = ssl.MemoryBIO()
-        self._outgoing = ssl.MemoryBIO()
-        context = contexts.listening if is_listener else contexts.dialling
-        self._object: Any = context.wrap_bio(
-            self._incoming, self._outgoing, server_side=is_listener, server_hostname=host
-        )
-        self._digest = contexts.digest
-        self._binds_names = binds_names
-        self._ready = False
-        self._staging = memoryview(bytearray(16 * 1024))
+    def __init__(self, inner: Transport, pump: Pump, *, names: bool) -> None:
+        """``names``: the peer's certificate must have the name of its worker."""
+        self._inner = inner
+        self._pump = pump
+        self._names = names
         self._lock = threading.Lock()
+        self._staging = memoryview(bytearray(16 * 1024))
+        self._unsent = memoryview(b"")
+        self._is_ended = False  # before the handshake was complete
+        self.kind: str = inner.kind
+        self.peer_host: str = inner.peer_host
+        self.pending_bytes: int = 0
         self.buffered: bool = False
-
-    # ------------------------------------------------------------------ the other end
 
     @property
     def binding(self) -> bytes:  # type: ignore[override]
-        """The digests of both certificates, the dialer's first: part of the proof in farcall's handshake."""
-        theirs = hashlib.sha256(self._object.getpeercert(binary_form=True) or b"").digest()
-        return theirs + self._digest if self._object.server_side else self._digest + theirs
+        return self._pump.binding
 
     @property
     def peer_names(self) -> frozenset[str] | None:  # type: ignore[override]
-        """The names in the peer's certificate, if the options bind worker names to certificates; else None."""
-        if not self._binds_names:
-            return None
-        shown: Any = self._object.getpeercert() or {}
-        names = {value for kind, value in shown.get("subjectAltName", ()) if kind == "DNS"}
-        common = {value for part in shown.get("subject", ()) for kind, value in part if kind == "commonName"}
-        return frozenset(names | common)
+        return self._pump.peer_names if self._names else None
 
     # ------------------------------------------------------------------ bytes
 
@@ -100,64 +87,49 @@ class TlsTransport(Layer):
         if descriptors:
             raise ValueError(f"a {self.kind} transport cannot carry descriptors")
         with self._lock:
-            if not self._ready and not self._shake():
+            if not self._require():
                 return 0
-            if not self._unsent and not self._make_records(buffers):
-                return 0
+            if not self._unsent:
+                self.pending_bytes = self._pump.write(buffers)
+                if not self.pending_bytes:
+                    return 0
+                self._unsent = memoryview(self._pump.pull())
             return self._push()
 
-    def _make_records(self, buffers: Sequence[Buffer]) -> bool:
-        """Encrypt a prefix of ``buffers``. False: they were empty."""
-        total = 0
-        small: list[Buffer] = []
-        for buffer in buffers:
-            room = MAX_BODY_BYTES - total
-            if not room:
-                break
-            part = buffer if len(buffer) <= room else memoryview(buffer)[:room]
-            total += len(part)
-            if len(part) < _JOINED_BYTES:
-                small.append(part)
-            else:
-                self._write(small)
-                small = []
-                self._write([part])
-        self._write(small)
-        self.pending_bytes = total
-        self._unsent = memoryview(self._outgoing.read())
-        return total > 0
-
-    def _write(self, parts: list[Buffer]) -> None:
-        data = parts[0] if len(parts) == 1 else b"".join(parts)
-        try:
-            while len(data):
-                data = memoryview(data)[self._object.write(data) :]
-        except ssl.SSLError as error:  # after a failed read, OpenSSL refuses to write as well
-            raise self._failed(error) from error
+    def _push(self) -> int:
+        """Send the rest of the records; once all of it has left, their plain text counts as taken."""
+        if self._unsent:
+            self._unsent = self._unsent[self._inner.send((self._unsent,)) :]
+            if self._unsent:
+                return 0
+        gone, self.pending_bytes = self.pending_bytes, 0
+        return gone
 
     def receive_into(self, view: memoryview) -> int | None:
         with self._lock:
-            if not self._ready and not self._shake():
-                return None
+            if not self._require():
+                return 0 if self._is_ended else None
             filled = 0
             self.buffered = False
             while filled < len(view):
                 try:
-                    filled += self._object.read(len(view) - filled, view[filled:])
-                except ssl.SSLWantReadError:
-                    if filled:
-                        return filled
-                    count = self._fetch(len(view))
-                    if not count:
-                        return count
-                except ssl.SSLZeroReturnError:
+                    count = self._pump.read_into(view[filled:])
+                except TransportError:
+                    if not filled:
+                        raise
+                    self.buffered = True  # deliver the bytes before the error first
                     return filled
-                except ssl.SSLError as error:
+                if count is None:
                     if filled:
-                        self.buffered = True  # deliver the bytes before the error first
                         return filled
-                    raise self._failed(error) from error
-            self.buffered = bool(self._object.pending() or self._incoming.pending)
+                    came = self._fetch(len(view))
+                    if not came:
+                        return came
+                elif count == 0:
+                    return filled
+                else:
+                    filled += count
+            self.buffered = self._pump.has_plain_text
             return filled
 
     def _fetch(self, wanted: int) -> int | None:
@@ -166,107 +138,137 @@ class TlsTransport(Layer):
             self._staging = memoryview(bytearray(MAX_BODY_BYTES))
         count = self._inner.receive_into(self._staging)
         if count:
-            self._incoming.write(self._staging[:count])
+            self._pump.feed(self._staging[:count])
         return count
 
     @property
     def held_bytes(self) -> int:  # type: ignore[override]
-        return self._incoming.pending
+        return self._pump.fed_bytes
 
     # ------------------------------------------------------------------ the handshake
 
     def _shake(self) -> bool:
         """Under the lock: advance the handshake as far as the received bytes allow. True: it is complete."""
         while True:
-            if not self._unsent and self._outgoing.pending:
-                self._unsent = memoryview(self._outgoing.read())
-            if self._unsent:
-                self._push()
-            if self._ready:
-                return True
             try:
-                self._object.do_handshake()
-                self._ready = True
-            except ssl.SSLWantReadError:
-                if self._outgoing.pending:
-                    continue
-                count = self._fetch(0)
-                if count is None:
-                    return False
-                if count == 0:
-                    raise TlsFailed(
-                        f"{self.describe()}: the other end closed the connection: does it use TLS? Its log says why"
-                    ) from None
-            except ssl.SSLError as error:
-                failure = self._failed(error)
-                if self._outgoing.pending:
-                    try:
-                        self._inner.send((self._outgoing.read(),))  # the alert, which tells the peer why
-                    except TransportError:
-                        pass
-                raise failure from error
+                is_ready = self._pump.shake()
+            except TlsFailed:
+                try:
+                    self._inner.send((self._pump.pull(),))  # the alert, which tells the peer why
+                except TransportError:
+                    pass
+                raise
+            if not self._unsent:
+                self._unsent = memoryview(self._pump.pull())
+            self._push()
+            if is_ready:
+                return True
+            count = self._fetch(0)
+            if not count:
+                self._is_ended = count == 0
+                return False
+
+    def _require(self) -> bool:
+        """Under the lock: may plain text go through? Raises ``TransportBroken`` where it never will."""
+        if self._pump.is_ready or self._shake():
+            return True
+        if self._is_ended and not self._was_knocked_at():
+            raise TransportBroken(
+                "the other end closed the connection where TLS was due; its log says why (is it an older farcall?)"
+            )
+        return False
+
+    def _was_knocked_at(self) -> bool:
+        """Did the dialer end without a byte, to see whether this node listens?"""
+        return self._pump.is_listener and not self._pump.has_begun
+
+    def wait_readable(self, timeout_s: float) -> bool:
+        # Call the inner transport even with buffered bytes: it raises if this side has closed the connection.
+        return self._inner.wait_readable(0.0 if self.buffered else timeout_s) or self.buffered
+
+    @property
+    def look(self) -> Callable[[], object]:
+        # Bytes are buffered only by the thread that receives, which does not while it looks.
+        return super().look if self.buffered else self._inner.look
 
     def wait_writable(self, timeout_s: float) -> bool:
         deadline = monotonic() + timeout_s
         while True:
             with self._lock:
-                if self._ready or self._shake():
+                if self._require() or self._is_ended:
                     break
             if not self._inner.wait_readable(max(0.0, deadline - monotonic())):
                 return False
         return self._inner.wait_writable(max(0.0, deadline - monotonic()))
 
-    def _failed(self, error: ssl.SSLError) -> TransportBroken:
-        if isinstance(error, ssl.SSLCertVerificationError):
-            why = f"its certificate is not valid: {error.verify_message}"
-        else:
-            why = (error.reason or str(error)).lower().replace("_", " ")
-        if self._ready and "alert" not in why:
-            return TransportForged(f"{self.describe()}: somebody between the two ends has changed bytes ({why})")
-        return TlsFailed(f"{self.describe()}: {why}")
+    # ------------------------------------------------------------------ as the inner transport
+
+    def silent_s(self) -> float:
+        return self._inner.silent_s()
+
+    def fileno(self) -> int | None:
+        return self._inner.fileno()
+
+    def watch(self, on_readable: Callable[[], None] | None, on_writable: Callable[[], None] | None) -> None:
+        self._inner.watch(on_readable, on_writable)
+
+    def end_sending(self) -> None:
+        self._inner.end_sending()
+
+    def interrupt(self) -> None:
+        self._inner.interrupt()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._inner.closed
 
     def describe(self) -> str:
         return f"{self._inner.describe()}, TLS"
 
 
+# ---------------------------------------------------------------------- certificates
+
+
 class _Contexts(NamedTuple):
-    """The contexts for accepting, for dialling and for serving web pages to anybody; the digest of our certificate."""
+    """The contexts for accepting, for dialling and for serving web pages to anybody; the digests of what they show."""
 
     listening: ssl.SSLContext
     dialling: ssl.SSLContext
     public: ssl.SSLContext
-    digest: bytes
+    listening_digest: bytes
+    dialling_digest: bytes
 
 
 class Tls:
-    """The certificates of one node, reloaded when their files change; or a key, if there are none."""
+    """What one process encrypts with: certificates, read again when their files change; or one of its own."""
 
-    def __init__(self, options: TlsOptions, keys: Callable[[], Sequence[bytes]]) -> None:
-        """Raise ``ValueError`` if the files cannot be used.
-
-        ``keys``: returns the currently valid keys, derived from the cluster's secret; the first is the one to prove.
-        """
+    def __init__(self, options: TlsOptions | None) -> None:
+        """Raise ``ValueError`` if the files cannot be used. None: without certificates of the user's."""
         self._options = options
-        self._keys = keys
         self._lock = threading.Lock()
-        self._seen = fingerprint(options.files)
-        self._contexts = self._load()
+        self._files = options.files if options is not None else ()
+        self._seen = fingerprint(self._files)
+        self._contexts = _load(options) if options is not None else None
 
     def dialled(self, transport: Transport, host: str) -> Transport:
         """Put TLS over a connection that we made to ``host``."""
-        options = self._options
-        name = host if options.check_hosts and not options.from_secret else None
-        return TlsTransport(transport, self._current(), is_listener=False, host=name, binds_names=options.bind_names)
+        options, contexts = self._options, self._current()
+        host_to_check = host if options is not None and options.check_hosts else None
+        pump = Pump(contexts.dialling, contexts.dialling_digest, is_listener=False, host=host_to_check)
+        return TlsTransport(transport, pump, names=options is not None and options.bind_names)
 
     def accepted(self, transport: Transport) -> Transport:
         """Put TLS over a connection that we accepted."""
-        return TlsTransport(
-            transport, self._current(), is_listener=True, host=None, binds_names=self._options.bind_names
-        )
+        options, contexts = self._options, self._current()
+        pump = Pump(contexts.listening, contexts.listening_digest, is_listener=True, host=None)
+        return TlsTransport(transport, pump, names=options is not None and options.bind_names)
 
     def serves_web(self) -> bool:
         """Is there a certificate to show to browsers?"""
-        return not self._options.from_secret
+        return self._options is not None
 
     def web(self, stream: socket.socket, *, for_members: bool) -> socket.socket:
         """Put TLS over a web server's connection; the handshake runs with the first read.
@@ -278,66 +280,83 @@ class Tls:
         return context.wrap_socket(stream, server_side=True, do_handshake_on_connect=False)
 
     def _current(self) -> _Contexts:
+        if self._contexts is None or self._options is None:
+            return _ephemeral(os.getpid())
         with self._lock:
-            seen = fingerprint(self._options.files)
+            seen = fingerprint(self._files)
             if seen != self._seen:
                 self._seen = seen  # of unusable files, too: each connection of a stranger would reload them
                 try:
-                    self._contexts = self._load()
+                    self._contexts = _load(self._options)
                     logger.info("TLS: read %s again", self._options.certificate)
                 except ValueError as error:
                     logger.warning("TLS: cannot use the changed files, so the old ones stay in use: %s", error)
             return self._contexts
 
-    def _load(self) -> _Contexts:
-        listening, public = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        dialling = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        for context in (listening, public, dialling):
-            context.minimum_version = ssl.TLSVersion.TLSv1_3
-        listening.num_tickets = 0  # TLS sessions are never resumed, and only our own bytes may follow the handshake
-        dialling.check_hostname = self._options.check_hosts and not self._options.from_secret
-        if self._options.from_secret:
-            return self._with_key(_Contexts(listening, dialling, public, hashlib.sha256(b"").digest()))
-        ca, certificate, key = self._options.files
-        try:
-            public.load_cert_chain(certificate, key)
-            for context in (listening, dialling):
-                context.load_cert_chain(certificate, key)
-                context.load_verify_locations(ca)
-                context.verify_mode = ssl.CERT_REQUIRED
-            with open(certificate, encoding="ascii") as file:
-                text = file.read()
-            begin, end = ssl.PEM_HEADER, ssl.PEM_FOOTER
-            first = text[text.index(begin) : text.index(end) + len(end)]
-            digest = hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).digest()
-            return _Contexts(listening, dialling, public, digest)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"cannot use TLS with {ca}, {certificate} and {key}: {error} (`farcall certificates` makes them)"
-            ) from error
 
-    def _with_key(self, contexts: _Contexts) -> _Contexts:
-        listening, dialling = contexts.listening, contexts.dialling
-        serve, dial = (
-            getattr(context, f"set_psk_{side}_callback", None)
-            for context, side in ((listening, "server"), (dialling, "client"))
-        )
-        if serve is None or dial is None:
-            raise ValueError("TLS from the secret alone needs Python 3.13: give certificates (`farcall certificates`)")
-        keys = self._keys
-        for context in (listening, dialling):
-            context.verify_mode = ssl.CERT_NONE  # without the key, a peer cannot complete the handshake
-        serve(lambda identity: next((key for key in keys() if _name_of(key) == identity), b""))
-        dial(lambda hint: (_name_of(keys()[0]), keys()[0]))
-        return contexts
+def tls_for(options: RpcBackendOptions) -> Tls | None:
+    """What connections over a network are encrypted with; None: they are not."""
+    return _tls_of(options.tls) if options.encrypts else None
 
 
 @lru_cache(maxsize=16)
-def tls_of(options: TlsOptions | None, key: bytes) -> Tls | None:
-    """The `Tls` of ``options``; cached, since loading certificates takes a while."""
-    return None if options is None else Tls(options, lambda: (key,))
+def _tls_of(options: TlsOptions | None) -> Tls:
+    """One object for all parts of a node: reading certificates takes a while."""
+    return Tls(options)
 
 
-def _name_of(key: bytes) -> str:
-    """The name of a key, as two may be valid at a time. It reveals no more of the key than the proof beside it."""
-    return f"farcall {hashlib.sha256(b'name of a key' + key).hexdigest()[:16]}"
+@lru_cache(maxsize=1)
+def _ephemeral(process: int) -> _Contexts:
+    """Those of this process, whose number tells it from the one that it was forked from."""
+    from farcall.transport.certificate import self_signed  # loads cryptography: only where hosts are connected
+
+    listening, dialling, public = _contexts()
+    dialling.verify_mode = ssl.CERT_NONE
+    key, certificate, digest = self_signed()
+    with _as_file(certificate) as certificate_file, _as_file(key) as key_file:
+        listening.load_cert_chain(certificate_file, key_file)
+    return _Contexts(listening, dialling, public, digest, hashlib.sha256(b"").digest())
+
+
+@contextmanager
+def _as_file(content: bytes) -> Iterator[str]:
+    """A name that ``content`` can be read from, once: ``ssl`` takes nothing but files. It reaches no disk."""
+    reading, writing = os.pipe()
+    try:
+        with open(writing, "wb") as file:
+            file.write(content)  # a kilobyte: a pipe holds more
+        yield f"/dev/fd/{reading}"
+    finally:
+        os.close(reading)
+
+
+def _contexts() -> tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]:
+    listening, public = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    dialling = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    for context in (listening, public, dialling):
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+    listening.num_tickets = 0  # TLS sessions are never resumed, and only our own bytes may follow the handshake
+    dialling.check_hostname = False  # the pump does
+    dialling.set_alpn_protocols([ALPN])
+    return listening, dialling, public
+
+
+def _load(options: TlsOptions) -> _Contexts:
+    listening, dialling, public = _contexts()
+    ca, certificate, key = options.files
+    try:
+        public.load_cert_chain(certificate, key)
+        for context in (listening, dialling):
+            context.load_cert_chain(certificate, key)
+            context.load_verify_locations(ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+        with open(certificate, encoding="ascii") as file:
+            text = file.read()
+        begin, end = ssl.PEM_HEADER, ssl.PEM_FOOTER
+        first = text[text.index(begin) : text.index(end) + len(end)]
+        digest = hashlib.sha256(ssl.PEM_cert_to_DER_cert(first)).digest()
+        return _Contexts(listening, dialling, public, digest, digest)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"cannot use TLS with {ca}, {certificate} and {key}: {error} (`farcall certificates` makes them)"
+        ) from error

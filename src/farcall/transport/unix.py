@@ -236,6 +236,6 @@ def dial_unix(address: str, timeout_s: float) -> UnixTransport:
         raise DialFailed(f"cannot connect to {address}: {error}") from error
     found = UnixTransport(stream)
     if not found.is_of_this_user:
-        found.close()  # unix connections are not sealed: that user could relay a handshake and then speak for the peer
+        found.close()  # unix connections are plain: that user could relay a handshake and then speak for the peer
         raise DialFailed(f"cannot connect to {address}: another user listens there")
     return found

@@ -14,6 +14,8 @@ from farcall.protocol.handshake import Established, Handshake, HandshakeState
 from farcall.protocol.hello import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
+    TLS_NAME,
+    TLS_RECORD,
     Connect,
     Hello,
     Inspect,
@@ -162,6 +164,39 @@ def test_strangers_are_known_by_their_first_bytes_and_told_nothing(data: bytes, 
     assert name in str(caught)
     assert caught.farewell == b""
     assert caught.delivery is Delivery.NOT_SENT
+
+
+def test_one_end_that_encrypts_and_one_that_does_not_tell_each_other() -> None:
+    # A dialer in the clear, to a listener that waits for TLS.
+    encrypting, plain = listener(), dialer()
+    caught = encrypting.unencrypted(plain.start())
+    assert caught.reason is RefusalReason.ENCRYPTION
+    assert encrypting.peer_claim is not None
+    assert "FARCALL_ENCRYPTION=off" in str(refusal(plain, caught.farewell))
+    # A dialer of farcall's with TLS, to a listener in the clear: it answers that one, and no other.
+    hello = TLS_RECORD + bytes(200) + TLS_NAME + bytes(20)
+    caught = refusal(listener(), hello)
+    assert caught.reason is RefusalReason.ENCRYPTION
+    told = dialer().unencrypted(caught.farewell)
+    assert told.reason is RefusalReason.ENCRYPTION
+    assert "FARCALL_ENCRYPTION=off" in str(told)
+    assert told.farewell == b""
+
+
+@pytest.mark.parametrize(
+    ("said", "reason", "word"),
+    [
+        (b"GET / HTTP/1.1\r\n", RefusalReason.NOT_FARCALL, "HTTP"),
+        (b"\0", RefusalReason.NOT_FARCALL, "does not speak farcall"),
+        (b"\x89farcall\0\1\0\1", RefusalReason.VERSION_MISMATCH, "version 1"),
+        (b"\x89far", RefusalReason.ENCRYPTION, "does not encrypt"),
+        (b"\x89farcall\0\2\0\1\0\0\0\3\xc1\xc1\xc1", RefusalReason.ENCRYPTION, "does not encrypt"),
+    ],
+)
+def test_what_came_instead_of_tls_is_named(said: bytes, reason: RefusalReason, word: str) -> None:
+    caught = listener().unencrypted(said)
+    assert caught.reason is reason
+    assert word in str(caught)
 
 
 def test_another_version_is_refused_before_anything_else_of_it_is_read() -> None:

@@ -17,7 +17,7 @@ from farcall.channel.device_memory import REST_S
 from farcall.channel.transfer_engine import make_engine
 from farcall.errors import ReferenceLost, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
-from farcall.options import MemoryOptions, RpcBackendOptions, TlsOptions
+from farcall.options import MemoryOptions, RpcBackendOptions
 from farcall.rpc import transfers as module
 from farcall.rpc.remote_tensor import region_of
 from farcall.rpc.shared_tensor import part_of
@@ -45,7 +45,7 @@ class Stub:
         self.timers = Timers(lambda: None)
         self.hooks = Hooks()
         node: Any = SimpleNamespace(
-            options=RpcBackendOptions(memory=MemoryOptions(transfer_engine=memory_engine.NAME)),
+            options=RpcBackendOptions(encryption="off", memory=MemoryOptions(transfer_engine=memory_engine.NAME)),
             info=WorkerInfo("w0", 0),
             hooks=self.hooks,
             timer=self.timers.timer,
@@ -138,10 +138,10 @@ def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
         make_engine("nixl")
 
 
-def test_no_engine_beside_tls_or_a_table_of_allowed_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_engine_beside_encryption_or_a_table_of_allowed_names(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = MemoryOptions(transfer_engine=memory_engine.NAME)
     with pytest.raises(ValueError, match="does not encrypt"):
-        RpcBackendOptions(memory=memory, tls=TlsOptions(from_secret=True))
+        RpcBackendOptions(memory=memory)
     with pytest.raises(TypeError, match="transfer_engine must be a str"):
         MemoryOptions(transfer_engine=7)  # type: ignore[arg-type]
     monkeypatch.setattr(allowance.INSTALLED, "allowance", allowance.Allowance((), ()))

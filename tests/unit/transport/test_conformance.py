@@ -13,7 +13,6 @@ from tests.kit.transports import TRANSPORT_CHECKS, Check, MakePair, check_backpr
 
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import Buffer, Transport
-from farcall.transport.sealed import SealedTransport
 
 PATIENCE_S = 60.0
 
@@ -37,15 +36,6 @@ def stuttering_pair() -> tuple[Transport, Transport]:
     return left, right
 
 
-def sealed_pair(make_pair: MakePair) -> tuple[Transport, Transport]:
-    left, right = make_pair()
-    one, other = b"1" * 32, b"2" * 32
-    return (
-        SealedTransport(left, send_key=one, receive_key=other),
-        SealedTransport(right, send_key=other, receive_key=one),
-    )
-
-
 def has_ipv6() -> bool:
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
@@ -67,7 +57,6 @@ WAYS = [
     pytest.param(over("unix:"), id="unix"),
     pytest.param(over("memory:"), id="memory"),
     pytest.param(stuttering_pair, id="memory-stuttering"),
-    pytest.param(lambda: sealed_pair(over("tcp://127.0.0.1:0")), id="sealed"),
 ]
 
 

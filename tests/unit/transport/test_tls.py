@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("cryptography", reason="certificates are made with it: pip install 'farcall[tls]'")
-
 from tests.kit.memory_transport import MemoryTransport, memory_pair
 from tests.kit.transports import TRANSPORT_CHECKS, Check
 
 from farcall.cli.certificates import make_certificates
 from farcall.options import TlsOptions
 from farcall.protocol.handshake import Established, Handshake
-from farcall.protocol.hello import Hello, Refused, Side
+from farcall.protocol.hello import MAGIC, TLS_NAME, TLS_RECORD, Hello, Refused, Side
 from farcall.protocol.member import Member
 from farcall.transport.address import dial, listen
-from farcall.transport.interface import Transport, TransportBroken, TransportForged
-from farcall.transport.tls import Tls, TlsFailed
-
-KEY = b"k" * 32
+from farcall.transport.interface import NotEncrypted, TlsFailed, Transport, TransportBroken, TransportForged
+from farcall.transport.pump import _names_host
+from farcall.transport.tls import Tls, _ephemeral
 
 SECRET = b"a secret of some length"
 PATIENCE_S = 60.0
@@ -71,9 +66,10 @@ def over_tcp(tls: Tls) -> tuple[Transport, Transport]:
     return pair
 
 
+@pytest.mark.parametrize("certified", [False, True], ids=["default", "certificates"])
 @pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-def test_contract(check: Check, files: Path) -> None:
-    tls = Tls(options(files), lambda: [KEY])
+def test_contract(check: Check, certified: bool, files: Path) -> None:
+    tls = Tls(options(files) if certified else None)
     check(lambda: over_tcp(tls))
 
 
@@ -117,7 +113,7 @@ def carry(source: MemoryTransport, target: MemoryTransport) -> None:
 
 @pytest.fixture
 def between(files: Path) -> Between:
-    tls = Tls(options(files), lambda: [KEY])
+    tls = Tls(options(files))
     pair = Between(tls, tls)
     pair.meet()
     return pair
@@ -150,46 +146,104 @@ def test_nobody_in_between_can_drop_or_repeat(between: Between) -> None:
     [
         (("strangers", "localhost"), ("", "localhost"), "localhost", "certificate"),
         (("", "localhost"), ("strangers", "localhost"), "localhost", "certificate"),
-        (("", "localhost"), ("", "elsewhere"), "localhost", "not valid for 'localhost'"),
+        (("", "localhost"), ("", "elsewhere"), "localhost", "names elsewhere, .*not localhost"),
     ],
     ids=["a strange dialler", "a strange listener", "another host"],
 )
 def test_who_has_not_the_right_certificate_gets_nowhere(
     files: Path, dialler: tuple[str, str], listener: tuple[str, str], host: str, why: str
 ) -> None:
-    one = Tls(options(files / dialler[0], dialler[1]), lambda: [KEY])
-    other = Tls(options(files / listener[0], listener[1]), lambda: [KEY])
+    one = Tls(options(files / dialler[0], dialler[1]))
+    other = Tls(options(files / listener[0], listener[1]))
     with pytest.raises(TlsFailed, match=why):
         Between(one, other, host).meet()
 
 
 def test_a_host_need_not_be_named_where_that_is_asked_for(files: Path) -> None:
-    one = Tls(options(files, check_hosts=False), lambda: [KEY])
-    Between(one, Tls(options(files, "elsewhere"), lambda: [KEY])).meet()
+    one = Tls(options(files, check_hosts=False))
+    Between(one, Tls(options(files, "elsewhere"))).meet()
 
 
-def test_who_does_not_speak_tls_gets_nowhere(files: Path) -> None:
+@pytest.mark.parametrize("said", [b"\x89farcall, in the clear", b"GET / HTTP/1.1\r\n", b"\0"])
+@pytest.mark.parametrize("side", ["accepted", "dialled"])
+def test_who_does_not_begin_with_tls_is_known_by_its_first_bytes(side: str, said: bytes) -> None:
     left, right = memory_pair()
-    listening = Tls(options(files), lambda: [KEY]).accepted(right)
-    left.send((b"\x89farcall, in the clear",))
-    with pytest.raises(TlsFailed):
-        listening.receive_into(memoryview(bytearray(100)))
+    end = Tls(None).accepted(right) if side == "accepted" else Tls(None).dialled(right, "host")
+    left.send((said,))
+    with pytest.raises(NotEncrypted) as caught:
+        end.receive_into(memoryview(bytearray(100)))
+    assert caught.value.first_bytes == said
+
+
+def test_a_dialer_says_that_it_is_farcall_before_anything_is_encrypted() -> None:
+    left, right = memory_pair()
+    Tls(None).dialled(left, "host").send((b"x",))
+    hello = take(right)
+    assert hello.startswith(TLS_RECORD)
+    assert TLS_NAME in hello
+
+
+def test_whoever_only_knocks_ends_the_stream_like_everybody_else() -> None:
+    left, right = memory_pair()
+    listening = Tls(None).accepted(right)
+    left.close()
+    assert listening.receive_into(memoryview(bytearray(100))) == 0
+
+
+def test_a_dialer_is_told_where_the_other_end_closes_instead_of_tls() -> None:
+    left, right = memory_pair()
+    dialled = Tls(None).dialled(left, "host")
+    dialled.send((b"x",))
+    right.close()
+    with pytest.raises(TransportBroken, match="its log says why"):
+        dialled.receive_into(memoryview(bytearray(100)))
+
+
+def test_each_process_has_a_certificate_of_its_own_and_leaves_nothing_on_disk(tmp_path: Path) -> None:
+    mine = _ephemeral(1)
+    assert _ephemeral(1) is mine
+    assert _ephemeral(2).listening_digest != mine.listening_digest
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "host", "does"),
+    [
+        ("DNS", "host0", "HOST0", True),
+        ("DNS", "host0", "host1", False),
+        ("DNS", "*.cluster.example", "host0.cluster.example", True),
+        ("DNS", "*.cluster.example", "a.b.cluster.example", False),
+        ("DNS", "*", "host0", False),
+        ("DNS", "*.", "host0", False),
+        ("DNS", "*.host0", "host0", False),
+        ("DNS", "10.0.0.1", "10.0.0.1", False),
+        ("IP Address", "10.0.0.1", "10.0.0.1", True),
+        ("IP Address", "10.0.0.1", "10.0.0.2", False),
+        ("IP Address", "FE80:0:0:0:0:0:0:1", "fe80::1%eth0", True),
+        ("email", "host0", "host0", False),
+    ],
+)
+def test_names_of_hosts_in_certificates(kind: str, name: str, host: str, does: bool) -> None:
+    assert _names_host(kind, name, host) is does
+
+
+def certificates_of(between: Between) -> bytes:
+    return between.left.binding[:64]
 
 
 def test_certificates_are_read_again_when_they_change(files: Path, tmp_path: Path) -> None:
     shutil.copytree(files, tmp_path / "copy")
-    tls = Tls(options(tmp_path / "copy"), lambda: [KEY])
+    tls = Tls(options(tmp_path / "copy"))
     pair = Between(tls, tls)
     pair.meet()
-    before = pair.left.binding
+    before = certificates_of(pair)
     (tmp_path / "copy" / "localhost.pem").write_text("half a file")
     again = Between(tls, tls)
     again.meet()
-    assert again.left.binding == before
+    assert certificates_of(again) == before
     make_certificates(tmp_path / "copy", ["localhost"])
     renewed = Between(tls, tls)
     renewed.meet()
-    assert renewed.left.binding != before
+    assert certificates_of(renewed) != before
 
 
 def hello(name: str) -> Hello:
@@ -205,13 +259,13 @@ def farcall_handshake(one: Transport, other: Transport) -> Established | None:
 
 
 def test_the_handshake_inside_proves_both_certificates(files: Path) -> None:
-    here = Tls(options(files), lambda: [KEY])
+    here = Tls(options(files))
     direct = Between(here, here)
     direct.meet()
     assert farcall_handshake(direct.left, direct.right) is not None
     # A member that puts itself between two others, with its own certificate, and hands on what they say.
-    middle = Tls(options(files, "elsewhere", check_hosts=False), lambda: [KEY])
-    lax = Tls(options(files, check_hosts=False), lambda: [KEY])
+    middle = Tls(options(files, "elsewhere", check_hosts=False))
+    lax = Tls(options(files, check_hosts=False))
     first, second = Between(lax, middle), Between(middle, lax)
     first.meet()
     second.meet()
@@ -219,13 +273,74 @@ def test_the_handshake_inside_proves_both_certificates(files: Path) -> None:
         farcall_handshake(first.left, second.right)
 
 
+def test_somebody_in_between_who_has_no_certificate_is_found_out_as_well() -> None:
+    """By default: he makes one, as everybody does, and has nothing but the secret to lack."""
+    direct = Between(Tls(None), Tls(None))
+    direct.meet()
+    assert direct.left.binding == direct.right.binding
+    assert farcall_handshake(direct.left, direct.right) is not None
+    first, second = Between(Tls(None), Tls(None)), Between(Tls(None), Tls(None))
+    first.meet()
+    second.meet()
+    # The same process, so the same certificate: it is the channel that differs.
+    assert first.left.binding[:64] == second.right.binding[:64]
+    with pytest.raises(Refused):
+        farcall_handshake(first.left, second.right)
+
+
+def test_recorded_traffic_and_all_secrets_learnt_afterwards_open_nothing() -> None:
+    """Not even with the key of the certificate, which these ends have: keys of a channel end with it."""
+    pair = Between(Tls(None), Tls(None))
+    said: dict[str, list[bytearray]] = {"dialer": [], "listener": []}
+
+    def carry_and_record() -> None:
+        for who, source, target in (
+            ("dialer", pair.left_way, pair.right_way),
+            ("listener", pair.right_way, pair.left_way),
+        ):
+            if data := take(source):
+                said[who].append(data)
+                target.send((data,))
+
+    pair.carry = carry_and_record  # type: ignore[method-assign]
+    pair.meet()
+    dialer = Handshake(Side.DIALER, hello("w0"), SECRET, b"d" * 32, binding=lambda: pair.left.binding)
+    listener = Handshake(Side.LISTENER, hello("w1"), SECRET, b"l" * 32, binding=lambda: pair.right.binding)
+    view = memoryview(bytearray(1 << 16))
+    outgoing, ends = dialer.start(), [(pair.right, listener), (pair.left, dialer)]
+    messages = []
+    while outgoing:
+        messages.append(outgoing)
+        ends[1][0].send((outgoing,))
+        pair.carry()
+        outgoing = ends[0][1].receive(view[: ends[0][0].receive_into(view)])[0]
+        ends.reverse()
+    pair.left.send((b"a function and its arguments",))
+    pair.carry()
+    assert len(messages) == 4
+    record = b"".join(b"".join(pieces) for pieces in said.values())
+    for message in (*messages, MAGIC, b"d" * 32, b"l" * 32, b"a function"):
+        assert message not in record
+    # What was said to one end of it is nothing to another end, with the same secret and the same certificate.
+    for who, end, way in (("dialer", 1, 0), ("listener", 0, 1)):
+        again = Between(Tls(None), Tls(None))
+        again.left.send((b"x",))  # a dialer speaks first
+        ends_again, ways_again = (again.left, again.right), (again.left_way, again.right_way)
+        heard = bytearray()
+        with pytest.raises(TransportBroken):  # noqa: PT012
+            for piece in said[who]:
+                ways_again[1 - way].send((piece,))
+                heard += view[: ends_again[end].receive_into(view) or 0]
+        assert heard == b""
+
+
 def test_names_in_certificates(files: Path) -> None:
-    bound = Tls(options(files, bind_names=True), lambda: [KEY])
+    bound = Tls(options(files, bind_names=True))
     pair = Between(bound, bound)
     pair.meet()
     assert pair.left.peer_names is not None
     assert {"localhost", "w0"} <= pair.left.peer_names
-    free = Tls(options(files), lambda: [KEY])
+    free = Tls(options(files))
     pair = Between(free, free)
     pair.meet()
     assert pair.left.peer_names is None
@@ -235,18 +350,4 @@ def test_files_that_are_no_certificates_are_told_at_once(tmp_path: Path) -> None
     for name in ("ca.pem", "localhost.pem", "localhost.key"):
         (tmp_path / name).write_text("nothing")
     with pytest.raises(ValueError, match="farcall certificates"):
-        Tls(options(tmp_path), lambda: [KEY])
-
-
-@pytest.mark.skipif(sys.version_info < (3, 13), reason="ssl has no PSK before 3.13")
-def test_the_secret_alone_is_enough() -> None:
-    one = Tls(TlsOptions(from_secret=True), lambda: [KEY])
-    Between(one, one).meet()
-    with pytest.raises(TransportBroken):
-        Between(one, Tls(TlsOptions(from_secret=True), lambda: [b"o" * 32])).meet()
-
-
-@pytest.mark.skipif(sys.version_info >= (3, 13), reason="ssl has PSK")
-def test_the_secret_alone_is_refused_where_it_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"3\.13"):
-        Tls(TlsOptions(from_secret=True), lambda: [KEY])
+        Tls(options(tmp_path))

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from itertools import cycle
 from random import Random
 from time import sleep
@@ -363,12 +362,10 @@ def _cases() -> list[Case]:
     ]
     setup, floor = call_with_tensor(discard, big), partial(Floor.stream, size_bytes=big)
     cases.append(Case("send 256 MiB over TCP", "GiB/s", "higher", setup, bandwidth(big), floor, route="tcp"))
-    if find_spec("cryptography") is not None:  # certificates are made with it
-        alone = Farcall.name
-        cases += [
-            Case("no-op over TLS", "us", "lower", call(noop), latency_us, route="tls", only=alone),
-            Case("send 256 MiB over TLS", "GiB/s", "higher", setup, bandwidth(big), route="tls", only=alone),
-        ]
+    cases += [
+        Case("no-op over TCP, encrypted", "us", "lower", call(noop), latency_us, route="encrypted"),
+        Case("send 256 MiB over TCP, encrypted", "GiB/s", "higher", setup, bandwidth(big), route="encrypted"),
+    ]
     for size in TEAM_SIZES:
         cases.append(Case(f"no-op, {size} nodes", "us", "lower", call_each_peer_in_turn, typical_us, size=size))
     for name, where in CHURN.items():

@@ -25,17 +25,15 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import cycle
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from farcall.cli.bench.measure import Operation, work
-from farcall.cli.certificates import make_certificates
-from farcall.options import TlsOptions
 
-Route = Literal["local", "tcp", "tls", "dynamic"]
-"""The way between members; "dynamic" is "local" in a group without a fixed size."""
+Route = Literal["local", "tcp", "encrypted", "dynamic"]
+"""The way between members; "dynamic" is "local" in a group without a fixed size, "encrypted" TCP with what a system has
+for that: nothing, but for farcall."""
 RPC_TIMEOUT_S = 120.0
 
 _HEADER = struct.Struct("<c7xQ")
@@ -114,7 +112,7 @@ class Stock(CallSystem):
         import torch.distributed.rpc as rpc
         from torch.distributed.optim import DistributedOptimizer
 
-        over_tcp = route == "tcp"
+        over_tcp = route in ("tcp", "encrypted")
         options = rpc.TensorPipeRpcBackendOptions(
             init_method=init_method,
             rpc_timeout=RPC_TIMEOUT_S,
@@ -158,8 +156,8 @@ class Farcall(CallSystem):
         options = farcall.RpcBackendOptions(
             init_method=init_method,
             rpc_timeout=RPC_TIMEOUT_S,
-            transports=["tcp"] if route in ("tcp", "tls") else None,
-            tls=_certificates(rank, Path(init_method.removeprefix("file://")).parent) if route == "tls" else None,
+            transports=["tcp"] if route in ("tcp", "encrypted") else None,
+            encryption="off" if route == "tcp" else "on",
         )
         world_size = None if route == "dynamic" else size
         if route == "dynamic":
@@ -183,16 +181,6 @@ class Farcall(CallSystem):
         import farcall
 
         return farcall.shared_empty(size_bytes, dtype=torch.uint8).zero_()
-
-
-def _certificates(rank: int, directory: Path) -> TlsOptions:
-    """Certificates for all members of this team: the first one makes them."""
-    ca, certificate, key = (directory / "tls" / name for name in ("ca.pem", "bench.pem", "bench.key"))
-    if rank == 0:
-        make_certificates(directory / "tls", ["bench"])
-    while not certificate.exists():
-        time.sleep(0.01)  # the driver bounds this; it is written last
-    return TlsOptions(ca=str(ca), certificate=str(certificate), key=str(key), check_hosts=False)
 
 
 def _owned_by_farcall() -> int:

@@ -15,10 +15,10 @@ from farcall.cli.doctor.machine import look_at_machine, look_at_options
 from farcall.cli.doctor.store import look_at_store, meeting_place
 from farcall.errors import InitError
 from farcall.options import RpcBackendOptions
-from farcall.runtime.link.dialler import tls_for
 from farcall.runtime.rendezvous.addresses import choose_host
 from farcall.runtime.rendezvous.records import secret_of
 from farcall.transport.interface import ListenFailed
+from farcall.transport.tls import tls_for
 
 
 def consult(init_method: str, hosts: Sequence[tuple[str, int]]) -> list[Finding]:
@@ -37,7 +37,7 @@ def consult(init_method: str, hosts: Sequence[tuple[str, int]]) -> list[Finding]
         advertised = choose_host(options.advertise, host).host
         try:
             secret = secret_of(options)
-            findings += visit(host, port, secret, advertised, tls_for(options, secret))
+            findings += visit(host, port, secret, advertised, tls_for(options))
         except InitError as error:
             findings.append(wrong(host, str(error), "give a secret"))
         except ValueError as error:
@@ -50,7 +50,7 @@ def receive_visits(console: Console, port: int) -> bool:
     try:
         options = RpcBackendOptions()
         secret = secret_of(options)
-        host = Host(secret, port, tls_for(options, secret))
+        host = Host(secret, port, tls_for(options))
     except (TypeError, ValueError, InitError, ListenFailed) as error:
         console.print(f"cannot listen for other hosts' doctors: {escape(str(error))}", highlight=False, soft_wrap=True)
         return False

@@ -30,18 +30,25 @@ from farcall.channel.segments import host_token
 from farcall.cli.doctor.finding import Finding, note, ok, wrong
 from farcall.errors import HandshakeRefused
 from farcall.observe.observer import receive_some, send_all
-from farcall.options import ENV_ADVERTISE
+from farcall.options import ENV_ADVERTISE, ENV_ENCRYPTION
 from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import NONCE_BYTES, Hello, Inspect, RefusalReason, Refused, Side
 from farcall.protocol.member import Member, new_incarnation
-from farcall.runtime.link.dialler import prove, sealed
+from farcall.runtime.link.dialler import prove
 from farcall.runtime.rendezvous.records import ADD_A_SECRET
 from farcall.secret import Secret
 from farcall.transport.address import dial, listen
-from farcall.transport.interface import DialFailed, DialRefused, Listener, Transport, TransportError
-from farcall.transport.poly1305 import AVAILABLE
+from farcall.transport.interface import (
+    DialFailed,
+    DialRefused,
+    Listener,
+    NotEncrypted,
+    TlsFailed,
+    Transport,
+    TransportError,
+)
 from farcall.transport.tcp import format_tcp, parse_tcp
-from farcall.transport.tls import Tls, TlsFailed
+from farcall.transport.tls import Tls
 
 BLOB_BYTES = 1 << 20
 STEP_S = 5.0
@@ -92,8 +99,6 @@ class Host:
                 guests = []
             for guest in guests:
                 try:
-                    if self._tls is not None and guest.needs_sealing:
-                        guest = self._tls.accepted(guest)
                     peer = self._welcome(guest, monotonic() + VISIT_S)
                     tell(f"{guest.describe()}: farcall {_facts(peer).get('farcall')}, proved the secret")
                 except (HandshakeRefused, TransportError) as error:
@@ -113,7 +118,7 @@ class Host:
             listener.close()
 
     def _welcome(self, guest: Transport, deadline: float) -> Hello:
-        transport, established = _admit(guest, self._secret, self.unix, deadline)
+        transport, established = _admit(guest, self._tls, self._secret, self.unix, deadline)
         back = _facts(established.peer).get("back", "")
         if back:
             conversation = _Conversation(transport, deadline, established.leftover)
@@ -130,21 +135,25 @@ class Host:
         return ""
 
 
-def _admit(guest: Transport, secret: Secret, unix: str, deadline: float) -> tuple[Transport, Established]:
+def _admit(
+    wire: Transport, tls: Tls | None, secret: Secret, unix: str, deadline: float
+) -> tuple[Transport, Established]:
     """The listener's side of the handshake."""
-    nonce = secrets.token_bytes(NONCE_BYTES)
-    me = _hello(unix=unix)
+    guest = wire if tls is None or not wire.needs_encryption else tls.accepted(wire)
     first, *others = secret.values
-    handshake = Handshake(
-        Side.LISTENER, me, first, nonce, also=others, binding=lambda: guest.binding, quick_seals=AVAILABLE
-    )
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    handshake = Handshake(Side.LISTENER, _hello(unix=unix), first, nonce, also=others, binding=lambda: guest.binding)
     conversation = _Conversation(guest, deadline)
     try:
         while True:
             reply, established = handshake.receive(conversation.some())
             conversation.send(reply)
             if established is not None:
-                return sealed(guest, established, Side.LISTENER)
+                return guest, established
+    except NotEncrypted as error:
+        refusal = handshake.unencrypted(error.first_bytes)
+        wire.send((refusal.farewell,))
+        raise refusal from None
     except Refused as refusal:
         conversation.send(refusal.farewell)
         raise
@@ -187,7 +196,7 @@ def _visit(host: str, address: str, where: str, secret: Secret, back: str, tls: 
         return [wrong(host, f"{where} cannot be reached: {error}", advice)]
     with closing(transport):
         try:
-            way_in, established = prove(transport, None, _hello(back), secret.values[0], deadline)
+            established = prove(transport, None, _hello(back), secret.values[0], deadline)
         except Refused as refusal:
             return [_refused(host, refusal)]
         except TlsFailed as error:
@@ -196,7 +205,7 @@ def _visit(host: str, address: str, where: str, secret: Secret, back: str, tls: 
         except TransportError as error:
             return [wrong(host, f"no handshake: {error}", "is it farcall doctor that listens on that port?")]
         findings = [_met(host, where, established.peer), _protection(host, tls)]
-        conversation = _Conversation(way_in, deadline, established.leftover)
+        conversation = _Conversation(transport, deadline, established.leftover)
         findings.append(_packets(host, conversation))
         if findings[-1].state == "ok":
             findings.append(_way_back(host, conversation, back))
@@ -209,6 +218,8 @@ def _refused(host: str, refusal: Refused) -> Finding:
         return wrong(host, "it has another secret than this machine, or another user's key", ADD_A_SECRET)
     if refusal.reason is RefusalReason.VERSION_MISMATCH:
         return wrong(host, str(refusal), "install the same version of farcall on all hosts")
+    if refusal.reason is RefusalReason.ENCRYPTION:
+        return wrong(host, str(refusal), f"unset {ENV_ENCRYPTION} on all hosts, or set it on all")
     return wrong(host, str(refusal), "is it farcall doctor that listens on that port?")
 
 
@@ -234,8 +245,8 @@ def _protection(host: str, tls: Tls | None) -> Finding:
         return ok(subject, "TLS 1.3: nobody in between can read or change what workers send")
     return note(
         subject,
-        "sealed with the secret: nobody in between can change what workers send, but anybody there can read it",
-        "for TLS, set FARCALL_TLS_CA, FARCALL_TLS_CERT and FARCALL_TLS_KEY on all hosts (farcall certificates)",
+        f"encryption is off ({ENV_ENCRYPTION}): whoever is in between can read and change what workers send",
+        f"on a network that is not yours alone, unset {ENV_ENCRYPTION} on all hosts",
     )
 
 

@@ -20,7 +20,7 @@ from farcall import __version__
 from farcall.channel.segments import Segment, why_not_shared
 from farcall.cli.doctor.finding import Finding, note, ok, wrong
 from farcall.errors import InitError
-from farcall.options import ENV_ADVERTISE, ENV_SECRET, ENV_TRANSPORTS, RpcBackendOptions
+from farcall.options import ENV_ADVERTISE, ENV_ENCRYPTION, ENV_SECRET, ENV_TRANSPORTS, RpcBackendOptions
 from farcall.runtime.rendezvous.addresses import choose_host, is_local, is_loopback
 from farcall.runtime.rendezvous.records import ADD_A_SECRET, secret_of
 from farcall.serialize.flat import speedups
@@ -94,8 +94,9 @@ def secret(options: RpcBackendOptions) -> Finding:
     """Is there a secret that members must prove?"""
     given = options.given_secret()
     if given is not None:
-        more = "; a second one is accepted while you change it" if len(given.values) > 1 else ""
-        return ok("secret", f"one is set, {len(given.values[0])} bytes; every member must have the same{more}")
+        secrets = given.given()
+        more = "; a second one is accepted while you change it" if len(secrets) > 1 else ""
+        return ok("secret", f"one is set, {len(secrets[0])} bytes; every member must have the same{more}")
     try:
         secret_of(options)
     except InitError as error:
@@ -108,11 +109,17 @@ def secret(options: RpcBackendOptions) -> Finding:
 
 
 def switched_off(options: RpcBackendOptions) -> list[Finding]:
-    """Transports that the environment forbids."""
-    if options.transports is None:
-        return []
-    allowed = ", ".join(options.allowed_transports)
-    return [note("transports", f"{ENV_TRANSPORTS} allows {allowed} only", f"unset {ENV_TRANSPORTS} to allow all")]
+    """Transports that the environment forbids, and encryption."""
+    found = []
+    if options.transports is not None:
+        allowed = ", ".join(options.allowed_transports)
+        found.append(
+            note("transports", f"{ENV_TRANSPORTS} allows {allowed} only", f"unset {ENV_TRANSPORTS} to allow all")
+        )
+    if not options.encrypts:
+        text = f"off, by {ENV_ENCRYPTION}: whoever is between two hosts can read and change what workers send"
+        found.append(note("encryption", text, f"right on a network that is yours alone, else unset {ENV_ENCRYPTION}"))
+    return found
 
 
 def host_name(name: str) -> Finding:

@@ -61,11 +61,12 @@ from farcall.protocol.membership.messages import Message
 from farcall.protocol.session import SessionError
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.link.dialler import WITHIN_THE_HOST, Dialler, Found, Target, is_near, tls_for
+from farcall.runtime.link.dialler import WITHIN_THE_HOST, Dialler, Found, Target, is_near
 from farcall.runtime.peers.host import Watcher
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.secret import Secret
 from farcall.transport.interface import Transport
+from farcall.transport.tls import tls_for
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -151,7 +152,7 @@ class Connector:
         self._allowed = options.allowed_transports
         self._reconnect_s = options.membership.reconnect_s
         self._secret = secret
-        self._tls = tls_for(options, secret)
+        self._tls = tls_for(options)
         self._firsts: dict[int, _First] = {}  # by incarnation
         self._ties: dict[int, _Tie] = {}  # by incarnation
         self._diallers: dict[Dialler, Transport | None] = {}  # each with its connection, until that is taken

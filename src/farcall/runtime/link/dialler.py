@@ -22,37 +22,32 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from time import monotonic
 from typing import Final
 
 import msgspec
 
 from farcall.errors import HandshakeRefused
-from farcall.options import RpcBackendOptions, TlsOptions
 from farcall.protocol.connector import LONGEST_ATTEMPT_S, Attempt, Dial, Due, Ended, Goal, Outcome, Step, Tried
 from farcall.protocol.handshake import Established, Handshake
-from farcall.protocol.hello import (
-    NONCE_BYTES,
-    Hello,
-    Observe,
-    RefusalReason,
-    Refused,
-    Side,
-    observer_key,
-    refuse,
-    tls_key,
-)
+from farcall.protocol.hello import NONCE_BYTES, Hello, Observe, RefusalReason, Refused, Side, refuse
 from farcall.protocol.member import Member
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.secret import Secret
 from farcall.transport.address import dial
-from farcall.transport.interface import DialFailed, DialRefused, DialUnanswered, Transport, TransportError
-from farcall.transport.poly1305 import AVAILABLE
-from farcall.transport.sealed import SealedTransport
+from farcall.transport.interface import (
+    DialFailed,
+    DialRefused,
+    DialUnanswered,
+    NotEncrypted,
+    TlsFailed,
+    Transport,
+    TransportError,
+)
 from farcall.transport.tcp import leads_to, port_is_open
-from farcall.transport.tls import Tls, TlsFailed
+from farcall.transport.tls import Tls
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -297,12 +292,10 @@ class Dialler:
                 me = self._me if target.name is None else self._me.dialling(way)
                 patience_s = prove_s if way == target.ways[-1] else min(prove_s, FIRST_WAYS_S)
                 until = min(deadline, monotonic() + patience_s)
-                way_in, established = prove(
-                    transport, target.name, me, self._secret.values[0], until, self._before_proof
-                )
+                established = prove(transport, target.name, me, self._secret.values[0], until, self._before_proof)
                 if target.incarnation and established.peer.member.incarnation != target.incarnation:
                     return Found(Outcome.ANOTHER, "another process has its address and name")
-                found = Found(Outcome.PROVEN, "it lives, but did not come back", way_in, established)
+                found = Found(Outcome.PROVEN, "it lives, but did not come back", transport, established)
                 return found
             except HandshakeRefused as error:
                 self._proving = self._has_proof = False
@@ -336,17 +329,6 @@ class Dialler:
             logger.info("%s cannot be reached over %s: %s", self._target.name or "the member", way, error)
 
 
-def tls_for(options: RpcBackendOptions, secret: Secret) -> Tls | None:
-    """The TLS of a member's connections over a network, if its options ask for it."""
-    return None if options.tls is None else _tls_for(options.tls, secret)
-
-
-@lru_cache(maxsize=16)
-def _tls_for(options: TlsOptions, secret: Secret) -> Tls:
-    """One object for all parts of a node: reading certificates takes a while."""
-    return Tls(options, lambda: [tls_key(observer_key(value)) for value in secret.values])
-
-
 def check_name(transport: Transport, peer: Hello) -> None:
     """Raise ``HandshakeRefused`` if the certificate of a proven peer does not allow its name."""
     names = transport.peer_names
@@ -358,20 +340,6 @@ def check_name(transport: Transport, peer: Hello) -> None:
         )
 
 
-def sealed(transport: Transport, established: Established, side: Side) -> tuple[Transport, Established]:
-    """The transport to use from now on: where a third party could write to the connection, every record is sealed."""
-    if not transport.needs_sealing:
-        return transport, established
-    sealing = SealedTransport(
-        transport,
-        send_key=established.frame_key(side),
-        receive_key=established.frame_key(side.other),
-        quick=established.quick_seals,
-        first_bytes=established.leftover,
-    )
-    return sealing, established._replace(leftover=b"")
-
-
 def prove(
     transport: Transport,
     name: str | None,
@@ -379,15 +347,23 @@ def prove(
     secret: bytes,
     deadline: float,
     before_proof: Callable[[], None] = lambda: None,
-) -> tuple[Transport, Established]:
-    """Run the dialler's side of the handshake; returns the transport to use from then on, and who the peer is.
+) -> Established:
+    """Run the dialler's side of the handshake; returns who the peer is.
 
     Without a ``name``, any member of the cluster will do. ``before_proof`` is called when the peer has greeted us.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
     binding = partial(getattr, transport, "binding")
-    handshake = Handshake(Side.DIALER, me, secret, nonce, expected_peer=name, binding=binding, quick_seals=AVAILABLE)
-    name = name or "the peer"
+    handshake = Handshake(Side.DIALER, me, secret, nonce, expected_peer=name, binding=binding)
+    try:
+        return _prove(transport, name or "the peer", handshake, deadline, before_proof)
+    except NotEncrypted as error:
+        raise handshake.unencrypted(error.first_bytes) from None
+
+
+def _prove(
+    transport: Transport, name: str, handshake: Handshake, deadline: float, before_proof: Callable[[], None]
+) -> Established:
     outgoing = handshake.start()
     buffer = bytearray(64 * 1024)
     while True:
@@ -408,7 +384,7 @@ def prove(
             before_proof()
         if established is not None:
             check_name(transport, established.peer)
-            return sealed(transport, established, Side.DIALER)
+            return established
 
 
 def _wait_readable(transport: Transport, deadline: float) -> bool:

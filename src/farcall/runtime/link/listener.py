@@ -20,11 +20,18 @@ from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import NONCE_BYTES, Hello, Observe, RefusalReason, Refused, Remind, Resume, Side, refuse
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.link.dialler import check_name, sealed
+from farcall.runtime.link.dialler import check_name
 from farcall.secret import Secret
 from farcall.transport.address import listen
-from farcall.transport.interface import AcceptPostponed, DialFailed, Listener, ListenFailed, Transport, TransportError
-from farcall.transport.poly1305 import AVAILABLE
+from farcall.transport.interface import (
+    AcceptPostponed,
+    DialFailed,
+    Listener,
+    ListenFailed,
+    NotEncrypted,
+    Transport,
+    TransportError,
+)
 from farcall.transport.tls import Tls
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -40,9 +47,13 @@ MAX_TOLD = 100
 class _Guest:
     """A connection whose dialler has not proved itself yet."""
 
-    __slots__ = ("arrived_at", "deadline", "handshake", "me", "transport")
+    __slots__ = ("arrived_at", "deadline", "handshake", "me", "transport", "wire")
 
-    def __init__(self, transport: Transport, me: Hello, handshake: Handshake, arrived_at: float) -> None:
+    def __init__(
+        self, wire: Transport, transport: Transport, me: Hello, handshake: Handshake, arrived_at: float
+    ) -> None:
+        """``transport``: ``wire``, or TLS over it."""
+        self.wire = wire
         self.transport = transport
         self.me = me
         self.handshake = handshake
@@ -77,9 +88,11 @@ class PeerListener:
         self._guests: set[_Guest] = set()
         self._postponed: list[int] = []  # descriptors of listeners that the poller ignores for now
         self._was_short = False
-        self._told: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
         self.refusals: dict[str, str] = {}
         """Why members were refused, by the names that they claimed: for the error that names missing members."""
+        self.refused_hosts: dict[str, str] = {}
+        """Why connections of no name were, by the addresses of their hosts."""
         self.on_observer: Callable[[Transport, Established], None] = lambda transport, established: transport.close()
         """Takes over the connections of proven observers."""
         failure: ListenFailed | None = None
@@ -131,26 +144,25 @@ class PeerListener:
     def _accept(self, listener: Listener) -> None:
         while True:
             try:
-                transport = listener.accept()
+                wire = listener.accept()
             except AcceptPostponed as error:
                 self._postpone(listener, error)
                 return
             except TransportError as error:
                 logger.error("cannot accept connections any more: %s", error)
                 return
-            if transport is None:
+            if wire is None:
                 return
-            if len(self._guests) >= MAX_GUESTS and not self._make_room(transport.peer_host):
-                self._tell("too many connections that prove nothing", transport)
-                transport.close()
+            if len(self._guests) >= MAX_GUESTS and not self._make_room(wire.peer_host):
+                self._tell("too many connections that prove nothing", wire)
+                wire.close()
                 continue
-            if self._tls is not None and transport.needs_sealing:
-                transport = self._tls.accepted(transport)
+            transport = wire if self._tls is None or not wire.needs_encryption else self._tls.accepted(wire)
             nonce, binding = secrets.token_bytes(NONCE_BYTES), partial(getattr, transport, "binding")
             first, *others = self._secret.values
             me = self._me
-            handshake = Handshake(Side.LISTENER, me, first, nonce, also=others, binding=binding, quick_seals=AVAILABLE)
-            guest = _Guest(transport, me, handshake, monotonic())
+            handshake = Handshake(Side.LISTENER, me, first, nonce, also=others, binding=binding)
+            guest = _Guest(wire, transport, me, handshake, monotonic())
             self._guests.add(guest)
             self._timer.at(guest.deadline)
             descriptor = transport.fileno()
@@ -190,6 +202,7 @@ class PeerListener:
         if guest not in self._guests:
             return
         buffer = bytearray(16 * 1024)
+        established: Established | None = None
         try:
             count = guest.transport.receive_bytes_into(memoryview(buffer))
             if count is None:
@@ -207,31 +220,40 @@ class PeerListener:
                 reply += self._welcome(guest, established.peer)
             if reply and guest.transport.send((reply,)) < len(reply):
                 raise DialFailed("the peer does not read")
+        except NotEncrypted as error:
+            guest.transport = guest.wire
+            self._refuse(guest, guest.handshake.unencrypted(error.first_bytes))
+            return
         except (HandshakeRefused, TransportError) as error:
-            claim = guest.handshake.peer_claim
-            is_crossed = isinstance(error, Refused) and error.reason is RefusalReason.CROSSED
-            if claim is not None and len(self.refusals) < MAX_TOLD and not is_crossed:
-                self.refusals[claim.member.name] = str(error)
-            if isinstance(error, Refused) and error.farewell:
-                try:
-                    guest.transport.send((error.farewell,))
-                except TransportError:
-                    pass
-            if is_crossed:
-                self._let_out(guest)  # without a log line: the two are about to be connected by the other dial
-            else:
-                self._dismiss(guest, str(error))
+            self._refuse(guest, error)
             return
         if established is not None:
             self._guests.discard(guest)
             self._let_go(guest.transport)
-            transport, established = sealed(guest.transport, established, Side.LISTENER)
             if isinstance(established.peer.purpose, Observe):
-                self.on_observer(transport, established)
+                self.on_observer(guest.transport, established)
             elif not isinstance(established.peer.purpose, (Resume, Remind)):
-                self._on_member(transport, established)
+                self._on_member(guest.transport, established)
             elif self._returning is not None:
-                self._returning.on_resumed(transport, established)
+                self._returning.on_resumed(guest.transport, established)
+        elif guest.transport.buffered:
+            self._loop.call_soon(lambda: self._hear(guest))  # a poll does not report buffered bytes
+
+    def _refuse(self, guest: _Guest, error: HandshakeRefused | TransportError) -> None:
+        if isinstance(error, Refused) and error.farewell:
+            try:
+                guest.transport.send((error.farewell,))
+            except TransportError:
+                pass
+        if isinstance(error, Refused) and error.reason is RefusalReason.CROSSED:
+            self._let_out(guest)  # without a log line: the two are about to be connected by the other dial
+            return
+        claim = guest.handshake.peer_claim
+        if claim is not None and len(self.refusals) < MAX_TOLD:
+            self.refusals[claim.member.name] = str(error)
+        elif claim is None and len(self.refused_hosts) < MAX_TOLD:
+            self.refused_hosts[guest.wire.peer_host] = str(error)
+        self._dismiss(guest, str(error))
 
     def _welcome(self, guest: _Guest, peer: Hello) -> bytes:
         """The bytes to send to a proven ``peer`` behind our proof; raises ``HandshakeRefused``."""
@@ -269,10 +291,10 @@ class PeerListener:
         guest.transport.close()
 
     def _tell(self, reason: str, transport: Transport) -> None:
-        """Log a refusal, each reason once: a port scanner must not fill the disk."""
-        level = logging.DEBUG
-        if reason not in self._told and len(self._told) < MAX_TOLD:
-            self._told.add(reason)
+        """Log a refusal, once for each reason and host: a port scanner must not fill the disk."""
+        level, known = logging.DEBUG, (reason, transport.peer_host)
+        if known not in self._told and len(self._told) < MAX_TOLD:
+            self._told.add(known)
             level = logging.WARNING
         logger.log(level, "refused a connection (%s): %s", transport.describe(), reason)
 

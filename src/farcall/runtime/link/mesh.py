@@ -22,11 +22,12 @@ from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Connect, Hello, Listen, RefusalReason, refuse
 from farcall.protocol.member import Member
 from farcall.runtime.io.sigint import Gate
-from farcall.runtime.link.dialler import Dialler, Target, tls_for
+from farcall.runtime.link.dialler import Dialler, Target
 from farcall.runtime.link.listener import PeerListener
 from farcall.runtime.peers.table import PeerTable
 from farcall.runtime.rendezvous.agreement import Membership
 from farcall.transport.interface import Transport
+from farcall.transport.tls import tls_for
 
 DIALS_AT_ONCE = 8
 LATE_S = 3.0
@@ -39,7 +40,7 @@ class Mesh:
     def __init__(self, membership: Membership, options: RpcBackendOptions, peers: PeerTable) -> None:
         self._membership = membership
         self._allowed = options.allowed_transports
-        self._tls = tls_for(options, membership.secret)
+        self._tls = tls_for(options)
         self._peers = peers
         self._hello = Hello(membership.me, membership.cluster_id)
         self._diallers: set[Dialler] = set()
@@ -75,7 +76,7 @@ class Mesh:
             self._changed.wait(remaining)
         missing = [member for member in expected if member.rank not in connected]
         if missing:
-            raise self._missing(missing, failures, listener.refusals)
+            raise self._missing(missing, failures, listener)
         self._peers.connector.starting = False
         # From now on this node admits newcomers, in the place of members that died.
         listener.become(self._hello.wanting(Listen(admits=True, size=len(membership.members))))
@@ -150,10 +151,8 @@ class Mesh:
             return f"{peer.name} (rank {peer.rank}) is another process than the one that joined"
         return self._peers.why_closed(peer.incarnation)
 
-    def _missing(
-        self, members: Sequence[Member], failures: Mapping[int, str], refusals: Mapping[str, str]
-    ) -> MissingPeers:
-        whys = {member.name: failures.get(member.rank) or refusals.get(member.name) for member in members}
+    def _missing(self, members: Sequence[Member], failures: Mapping[int, str], listener: PeerListener) -> MissingPeers:
+        whys = {member.name: failures.get(member.rank) or listener.refusals.get(member.name) for member in members}
         named = [
             f"{member.name} (rank {member.rank})" + (f": {why}" if (why := whys[member.name]) else "")
             for member in members
@@ -163,6 +162,7 @@ class Mesh:
             if all(whys.values())
             else "; check that these workers run, and that the addresses they advertise can be reached from here "
             "(option `advertise`, FARCALL_ADVERTISE)"
+            + "".join(f"; connections from {host} were refused: {why}" for host, why in listener.refused_hosts.items())
         )
         me = self._membership.me.name
         return MissingPeers(f"{me} could not be connected to {', '.join(named)}{advice}", list(whys))

@@ -59,6 +59,10 @@ def start_runtime(
     resources: Resources | None = None
     entry: DynamicRendezvous | None = None
     runtime: Runtime | None = None
+    if not options.encrypts and "tcp" in options.allowed_transports and way_back is None:
+        logger.warning(
+            'encryption is "off": between hosts, whoever is on the way can read and change what members send each other'
+        )
     sigint.seal()
     try:
         try:

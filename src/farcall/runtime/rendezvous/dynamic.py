@@ -36,7 +36,7 @@ from farcall.protocol.membership.joining import GROUP_IS_OVER
 from farcall.runtime.io.bounded_call import Unanswered, in_bounded_time
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.sigint import Gate
-from farcall.runtime.link.dialler import Dialler, Found, Target, tls_for
+from farcall.runtime.link.dialler import Dialler, Found, Target
 from farcall.runtime.link.listener import PeerListener
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.runtime.peers.table import PeerTable
@@ -47,6 +47,7 @@ from farcall.runtime.rendezvous.records import Proofs, Records, secret_of
 from farcall.runtime.rendezvous.store import STORE_ERRORS, KeyStore, StoreLost, is_served, open_store
 from farcall.secret import Secret
 from farcall.transport.interface import Transport
+from farcall.transport.tls import tls_for
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -148,7 +149,7 @@ class Search:
         self._meeting = meeting
         self._me = me
         self._allowed = options.allowed_transports
-        self._tls = tls_for(options, meeting.secret)
+        self._tls = tls_for(options)
         self._candidate = candidate
         self._group: Group | None = None
         self._why: dict[str, str] = {}
@@ -372,7 +373,7 @@ class DynamicRendezvous:
             why_not=why_not,
             on_member=newcomer.on_connected,
             returning=peers.connector,
-            tls=tls_for(self._options, membership.secret),
+            tls=tls_for(self._options),
         )
         Search(self._meeting, membership.me, self._options, newcomer).run(self._deadline)
         if self.contacts is not None:

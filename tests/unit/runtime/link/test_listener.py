@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from tests.kit.clock import Clock
-from tests.kit.memory_transport import FRESH
+from tests.kit.memory_transport import FRESH, MemoryTransport
 from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
 from farcall.errors import HandshakeRefused
 from farcall.protocol.handshake import Established, Handshake
-from farcall.protocol.hello import MAX_MESSAGE_BYTES, NONCE_BYTES, Connect, Hello, Listen, Refused, Side
+from farcall.protocol.hello import MAGIC, MAX_MESSAGE_BYTES, NONCE_BYTES, Connect, Hello, Inspect, Listen, Refused, Side
 from farcall.protocol.member import Member
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
@@ -25,8 +25,9 @@ from farcall.runtime.link.listener import HANDSHAKE_S, MAX_GUESTS, MAX_TOLD, Pee
 from farcall.secret import Secret
 from farcall.transport.address import dial
 from farcall.transport.interface import AcceptPostponed, ListenFailed, Transport
+from farcall.transport.tls import Tls
 
-SECRET = b"a secret of enough bytes"
+SECRET = b"a secret of enough bytes to be used as it is"
 
 
 def hello(name: str, rank: int, cluster: str = "cluster") -> Hello:
@@ -55,7 +56,7 @@ class StillLoop:
 class Hall:
     """A door with its loop, and who came in."""
 
-    def __init__(self, refuse: str | None = None) -> None:
+    def __init__(self, refuse: str | None = None, tls: Tls | None = None) -> None:
         self.loop = StillLoop()
         self.door = PeerListener([FRESH], self.loop)  # type: ignore[arg-type]
         self.members: list[tuple[Transport, Established]] = []
@@ -64,6 +65,7 @@ class Hall:
             Secret(SECRET),
             why_not=lambda peer: refuse,
             on_member=lambda *member: self.members.append(member),
+            tls=tls,
         )
 
     def dial(self) -> Transport:
@@ -179,6 +181,57 @@ def test_strangers_are_shown_out(hall: Hall, caplog: pytest.LogCaptureFixture, w
     told = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(told) == 1  # once, however often it is tried
     assert reason in told[0].getMessage()
+
+
+def test_who_does_not_encrypt_is_told_so_once_for_each_reason_and_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever port it dials from. What is missing in the error of those who wait: the name, or else the host."""
+    monkeypatch.setattr(MemoryTransport, "needs_encryption", True)
+    hall = Hall(tls=Tls(None))
+    for host in ("10.0.0.1", "10.0.0.2"):
+        monkeypatch.setattr(MemoryTransport, "peer_host", host)
+        for said in (dialler().start(), b"GET / HTTP/1.1\r\n", dialler().start()):
+            guest = hall.dial()
+            guest.send((said,))
+            hall.loop.run()
+            farewell = bytearray(1000)
+            count = guest.receive_into(memoryview(farewell))
+            assert bool(count) is said.startswith(MAGIC)
+    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(told) == 4
+    assert sum("FARCALL_ENCRYPTION=off" in line for line in told) == 2
+    assert "FARCALL_ENCRYPTION=off" in hall.door.refusals["guest"]
+    assert hall.door.refused_hosts.keys() == {"10.0.0.1", "10.0.0.2"}
+    assert not hall.door._guests
+    hall.close()
+
+
+def test_a_greeting_that_is_longer_than_one_look_comes_through_an_encrypted_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No poll reports what is decrypted already."""
+    monkeypatch.setattr(MemoryTransport, "needs_encryption", True)
+    tls = Tls(None)
+    hall = Hall(tls=tls)
+    way = tls.dialled(hall.dial(), "host")
+    facts = {f"{number} {'x' * 250}": "x" * 256 for number in range(60)}
+    me = hello("guest", 1).wanting(Inspect(facts))
+    handshake = Handshake(
+        Side.DIALER, me, SECRET, secrets.token_bytes(NONCE_BYTES), expected_peer="host", binding=lambda: way.binding
+    )
+    greeting = handshake.start()
+    assert len(greeting) > 16 * 1024
+    view = memoryview(bytearray(MAX_MESSAGE_BYTES))
+    left = memoryview(greeting)
+    for _ in range(100):
+        left = left[way.send((left,)) :] if left else left
+        hall.loop.run()
+        if count := way.receive_into(view):
+            proof, _ = handshake.receive(view[:count])
+            left = memoryview(proof)
+    assert len(hall.members) == 1
+    hall.close()
 
 
 def test_wrong_secret_is_refused_and_remembered_for_the_error(hall: Hall) -> None:

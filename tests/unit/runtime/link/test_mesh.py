@@ -27,6 +27,7 @@ class Deaf:
     def __init__(self) -> None:
         self.remotes: dict[int, Any] = {}
         self.refusals: dict[str, str] = {}
+        self.refused_hosts: dict[str, str] = {}
         self.connector = self.watch = self
 
     def neighbours(self) -> range:

@@ -224,8 +224,7 @@ class Changing(Secret):
 
     __slots__ = ("known",)
 
-    @property
-    def values(self) -> tuple[bytes, ...]:
+    def given(self) -> tuple[bytes, ...]:
         return self.known
 
 
