@@ -12,13 +12,14 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
 from farcall.errors import RpcError
 from farcall.ids import MemberInfo, WorkerInfo
-from farcall.imports import when_imported
+from farcall.imports import stop_waiting, when_imported
 from farcall.node import Node, leave, weights_of
 from farcall.observe import torch_profilers as torch_profilers  # from here on they know of remote work
 from farcall.options import RpcBackendOptions
@@ -31,7 +32,7 @@ from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.membership.events import MemberEvent
 from farcall.runtime.node import current_runtime as current_runtime
 from farcall.runtime.node import runtime_of
-from farcall.runtime.node.current import STARTED, slot
+from farcall.runtime.node.current import STARTED, slot, while_there_are_nodes
 from farcall.serialize import Allowance, restrict, use_rpc_pickler
 
 if TYPE_CHECKING:
@@ -396,5 +397,13 @@ def get_rpc_timeout() -> float | None:
     return current_runtime().timeout_s or None
 
 
-# A function under torch.compile breaks its graph once at a call; torch does not compile farcall itself.
-when_imported("torch._dynamo.trace_rules", lambda rules: rules.add("farcall"))
+_RULES = "torch._dynamo.trace_rules"
+
+
+@cache  # once for a process
+def _leave_out(rules: Any) -> None:
+    """A function under torch.compile breaks its graph once at a call; torch does not compile farcall itself."""
+    rules.add("farcall")
+
+
+while_there_are_nodes(partial(when_imported, _RULES, _leave_out), partial(stop_waiting, _RULES, _leave_out))

@@ -108,12 +108,17 @@ def _find_and_wrap(
 
 
 def when_imported(name: str, then: Callable[[ModuleType], object]) -> None:
-    """Call ``then`` with the module once it is there: at once, if it is."""
+    """Call ``then`` with the module once it is there: at once, if it is. `stop_waiting` takes that back."""
     module = sys.modules.get(name)
     if module is not None:
         then(module)
     else:
         sys.meta_path.insert(0, _Waiting(name, then))
+
+
+def stop_waiting(name: str, then: Callable[[ModuleType], object]) -> None:
+    """The module need not be told of any more."""
+    sys.meta_path[:] = [one for one in sys.meta_path if not (isinstance(one, _Waiting) and one.waits(name, then))]
 
 
 class _Waiting(importlib.abc.MetaPathFinder):
@@ -122,6 +127,9 @@ class _Waiting(importlib.abc.MetaPathFinder):
     def __init__(self, name: str, then: Callable[[ModuleType], object]) -> None:
         self._name = name
         self._then = then
+
+    def waits(self, name: str, then: Callable[[ModuleType], object]) -> bool:
+        return (self._name, self._then) == (name, then)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -8,8 +8,9 @@ harvest is part of them:
     profiler_legacy              that file, and ``function_events``, on which its tables are built
 
 ``torch.profiler``'s own list of events stays as torch makes it: PyTorch's suite expects no RPC in it, and
-`farcall.profile` has its own list. torch offers no hook for this, so a few methods of its classes are wrapped, once,
-when this module is loaded; a profiler that was started earlier has the records of its own worker only. The first
+`farcall.profile` has its own list. torch offers no hook for this, so the methods that start a profiler are wrapped
+while this process has a node; one that starts meanwhile becomes an instance of a derived class, so that its end is
+known also after the node's. A profiler that was started earlier has the records of its own worker only. The first
 profiler that starts loads `profile.py`, the recorder: most programs never need it.
 
 Invariant: torch's own method runs first and unchanged.
@@ -27,14 +28,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler
 
-from farcall.imports import when_imported
+from farcall.imports import stop_waiting, when_imported
+from farcall.runtime.node.current import while_there_are_nodes
 from farcall.runtime.observing.profiling import PROFILING, Profiler
 
 if TYPE_CHECKING:
     from farcall.observe.profile import ProfilerSession
 
 _ATTRIBUTE = "_farcall_session"
-_WRAPPED = "_farcall_wraps"
+_LEGACY = "torch.autograd.profiler_legacy"  # deprecated: a later torch may lack it
+_DERIVED: dict[type[Any], type[Any]] = {}
+_WRAPPED: list[tuple[Any, str, Any, Callable[..., Any]]] = []
+"""What is wrapped now: where, its name, torch's own, and what is around it."""
 
 
 class _Closing(threading.local):
@@ -62,7 +67,19 @@ def _start(original: Callable[[Any], None], self: Any) -> None:
         session.leave()
         raise
     setattr(self, _ATTRIBUTE, session)
+    self.__class__ = _with_our_end(type(self))
     session.enter()
+
+
+def _with_our_end(kind: type[Any]) -> type[Any]:
+    """The class of a started profiler, which `torch.profiler` ends and exports by name, perhaps after the node's end.
+
+    A ``with`` statement has looked up ``__exit__`` before the profiler started, so the class needs it as well.
+    """
+    if kind not in _DERIVED:
+        own = {name: _around(original, around) for place, name, original, around in _WRAPPED if place is kind}
+        _DERIVED[kind] = type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
+    return _DERIVED[kind]
 
 
 def _exit(original: Callable[..., Any], self: Any, *args: Any) -> Any:
@@ -90,17 +107,18 @@ def _export(original: Callable[..., Any], self: Any, path: Any, *args: Any, **kw
     return result
 
 
-def _wrap(kind: Any, name: str, around: Callable[..., Any]) -> None:
-    original = kind.__dict__[name]
-    if hasattr(original, _WRAPPED):
-        return
-
+def _around(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
-    setattr(wrapper, _WRAPPED, original)
-    setattr(kind, name, wrapper)
+    return wrapper
+
+
+def _wrap(place: Any, name: str, around: Callable[..., Any]) -> None:
+    original = place.__dict__[name]
+    _WRAPPED.append((place, name, original, around))
+    setattr(place, name, _around(original, around))
 
 
 def _parse(original: Callable[[Any], Any], records: Any) -> Any:
@@ -118,13 +136,12 @@ def _parse(original: Callable[[Any], Any], records: Any) -> Any:
     return events
 
 
-def install() -> None:
-    """Wrap torch's methods; once is enough."""
+def _begin() -> None:
     PROFILING.load = _load
     _wrap(profiler.profile, "_start_trace", _start)
     _wrap(profiler.profile, "__exit__", _exit)
     _wrap(profiler.profile, "export_chrome_trace", _export)
-    when_imported("torch.autograd.profiler_legacy", _wrap_legacy)  # deprecated: a later torch may lack it
+    when_imported(_LEGACY, _wrap_legacy)
 
 
 def _wrap_legacy(legacy: Any) -> None:
@@ -133,4 +150,11 @@ def _wrap_legacy(legacy: Any) -> None:
     _wrap(legacy, "_parse_legacy_records", _parse)
 
 
-install()
+def _end() -> None:
+    stop_waiting(_LEGACY, _wrap_legacy)
+    while _WRAPPED:
+        place, name, original, _ = _WRAPPED.pop()
+        setattr(place, name, original)
+
+
+while_there_are_nodes(_begin, _end)

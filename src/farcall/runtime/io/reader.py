@@ -139,8 +139,18 @@ def _on_collection(
         frame = frame.f_back
 
 
-gc.callbacks.append(_collections.__setitem__)
-gc.callbacks.append(_on_collection)
+_CALLBACKS: tuple[Callable[[str, dict[str, int]], object], ...] = (_collections.__setitem__, _on_collection)
+
+
+def watch_collections() -> None:
+    """Note collections from now on; needed while there is a node."""
+    gc.callbacks.extend(_CALLBACKS)
+
+
+def unwatch_collections() -> None:
+    """The opposite."""
+    for callback in _CALLBACKS:
+        gc.callbacks.remove(callback)
 
 
 def in_event_loop() -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from farcall.errors import NotInitialized
 
@@ -55,6 +56,46 @@ STARTED: weakref.WeakSet[Runtime] = weakref.WeakSet()
 """The runtimes of this process that have not ended; in a forked child they are the parent's."""
 
 
+class _InProcess(NamedTuple):
+    """A change of the process itself: a hook of Python's, a method of torch's."""
+
+    begin: Callable[[], object]
+    end: Callable[[], object]
+
+
+_in_process: list[_InProcess] = []
+"""In force from the start of the first node to the end of the last."""
+_first_and_last = threading.Lock()
+
+
+def while_there_are_nodes(begin: Callable[[], object], end: Callable[[], object]) -> None:
+    """Call ``begin`` when this process has its first node, perhaps now, and ``end`` when it has none any more."""
+    with _first_and_last:
+        _in_process.append(_InProcess(begin, end))
+        if STARTED:
+            begin()
+
+
+def has_started(runtime: Runtime) -> None:
+    """A forked child closes ``runtime`` from now on."""
+    with _first_and_last:
+        is_first = not STARTED
+        STARTED.add(runtime)
+        if is_first:
+            for change in _in_process:
+                change.begin()
+
+
+def has_ended(runtime: Runtime) -> None:
+    """The opposite of `has_started`; again is no error."""
+    with _first_and_last:
+        was_there = runtime in STARTED
+        STARTED.discard(runtime)
+        if was_there and not STARTED:
+            for change in reversed(_in_process):
+                change.end()
+
+
 def current_runtime() -> Runtime:
     """The runtime of the node that `init_rpc` made; inside a function that a node serves, of that node."""
     runtime = _thread.runtime or slot.runtime
@@ -83,10 +124,12 @@ def work_for(runtime: Runtime | None) -> None:
 
 def _after_fork() -> None:
     """A forked child is no member: threads and connections belong to the parent."""
+    global _first_and_last
+    _first_and_last = threading.Lock()
     work_for(None)
     for started in list(STARTED):
         started.ending.close_after_fork()
-    STARTED.clear()
+        has_ended(started)
     slot.lock = threading.Lock()
     if slot.runtime is not None:
         slot.clear("this process was forked from a worker; call init_rpc here to make it a worker of its own")

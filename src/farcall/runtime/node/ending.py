@@ -246,7 +246,7 @@ class Ending:
                 node.devices.close()
         finally:
             node.resources.close()
-            current.STARTED.discard(node)
+            current.has_ended(node)
             sigint.unseal()
 
     def close_after_fork(self) -> None:

@@ -28,6 +28,7 @@ from farcall.runtime.calls.executor import Executor, FunctionTask
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.serving import Server
 from farcall.runtime.io.loop import Loop
+from farcall.runtime.io.reader import unwatch_collections, watch_collections
 from farcall.runtime.io.timers import Callback, Timer
 from farcall.runtime.link.connector import Connector
 from farcall.runtime.membership.events import MemberChanges, MemberEvents
@@ -57,6 +58,8 @@ P = TypeVar("P")
 MakeCalls = Callable[..., CallTable]
 
 TRIM_EVERY_S = 10.0
+
+current.while_there_are_nodes(watch_collections, unwatch_collections)
 
 
 class Runtime:
@@ -180,7 +183,7 @@ class Runtime:
         # No answer waits for good: they are held back while tasks wait, and the executor's timer wakes the loop then.
         self.loop.before_sleep(self.server.flush)
         self.loop.before_sleep(self.executor.before_sleep)
-        current.STARTED.add(self)
+        current.has_started(self)
 
     def _way_out(self) -> Leaving | Withdrawing:
         work = Work(self.calls, self.server, self.executor, self.hooks.unsettled)
