@@ -6,7 +6,8 @@ Thread rules
 - A thread claims a pending call by popping it from the table: the reader of its answer, the I/O thread at its deadline,
   the caller that gives up, or the thread that sees its link end. Popping is atomic, so exactly one thread completes the
   call; a late answer finds no call and is dropped.
-- All calls share one timer, set to the nearest deadline: a row of calls with the same timeout does not touch it.
+- All calls share one timer, set to the nearest deadline: a row of calls with the same timeout does not touch it. Their
+  deadlines are in a heap, to which any thread adds; only the I/O thread takes from it, calls that have ended included.
 - A peer may have reported that its queue is full. A thread that calls it then waits for room before it sends
   (`admission.py`), unless calls are to be refused instead. The call is not in the table yet, but counts as under way.
 - A thread about to wait first gives up the reader role (`stop_reading`) and, if it runs a user function, stops counting
@@ -22,6 +23,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from functools import partial
+from heapq import heappop, heappush
 from threading import get_ident
 from time import monotonic
 from typing import Any
@@ -42,6 +44,8 @@ from farcall.runtime.observing.profiling import CallProfile
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import tie, withdraw
 
+FEWEST_DEADLINES = 1024
+"""The heap of deadlines is made anew, without calls that have ended, when it has this many more than twice the rest."""
 EXPLAIN_S = 0.5
 """The longest delay of an error for the sake of its explanation."""
 
@@ -169,6 +173,8 @@ class CallTable:
         self._inherits = default_timeout_s is not None
         self._default_s = default_timeout_s or 0.0
         self._deadlines = timer(self.fail_overdue)
+        self._due: list[tuple[float, int]] = []  # a heap of deadlines and ids; of calls that have ended, too
+        self._most_due = FEWEST_DEADLINES
         self._on_given_up = on_given_up
         self._executor = executor
         self._flags = REFUSABLE if when_overloaded == "fail" else 0
@@ -213,11 +219,18 @@ class CallTable:
         """On the I/O thread: fail the calls whose deadline has passed; returns the next deadline."""
         nearest = NEVER
         overdue = []
-        for call in list(self.pending.values()):
-            if call.deadline <= now:
+        if len(self._due) > self._most_due:
+            self._forget_ended()
+        due = self._due
+        while due:
+            entry = heappop(due)
+            call = self.pending.get(entry[1])
+            if call is not None and entry[0] > now:
+                heappush(due, entry)
+                nearest = entry[0]
+                break
+            if call is not None:
                 overdue.append(call)
-            elif call.deadline < nearest:
-                nearest = call.deadline
         for call in overdue:
             if self.claim(call.call_id) is not None:
                 error = self.timed_out(call)
@@ -231,6 +244,17 @@ class CallTable:
         if overdue:
             self._on_given_up()
         return nearest
+
+    def _forget_ended(self) -> None:
+        """On the I/O thread: make the heap anew, of the calls that still wait.
+
+        Take a new heap first. A thread that pushes onto the old one entered its call into the table before it looked.
+        """
+        due = self._due = []
+        for call in list(self.pending.values()):
+            if call.deadline != NEVER:
+                heappush(due, (call.deadline, call.call_id))
+        self._most_due = 2 * len(due) + FEWEST_DEADLINES
 
     def cancel(self, call: PendingCall) -> bool:
         """End ``call``, here and at its callee; False: it has ended already, or may not be cancelled."""
@@ -356,6 +380,8 @@ class CallTable:
                 write_notes(frame, created=created, origin=origin, profile=wanted, inherited=inherited)
             frame.flags |= self._flags
             frame.call_id = call_id = self.register(call, frame.function)
+            if call.deadline != NEVER:
+                heappush(self._due, (call.deadline, call_id))
             if frame.undo:
                 tie(frame)
             call.peer.send(frame, call.deadline)
@@ -367,6 +393,8 @@ class CallTable:
                 self._fail_lost(call)
             if call.deadline < self._deadlines.due:
                 self._deadlines.at(call.deadline)  # `exchange` needs no timer: its caller watches the clock
+            elif len(self._due) > self._most_due:
+                self._deadlines.at(call.started_at)  # now: to forget those that have ended
         except BaseException as error:
             claimed = self.pending.pop(call_id, None)
             withdraw(frame)

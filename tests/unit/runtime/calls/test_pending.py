@@ -15,7 +15,7 @@ from farcall.errors import Cancelled, Delivery, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import REQUEST, RESPONSE, Frame
 from farcall.runtime.calls.admission import Fullness
-from farcall.runtime.calls.pending import CallTable, PendingCall, SyncCall, name_of
+from farcall.runtime.calls.pending import FEWEST_DEADLINES, CallTable, PendingCall, SyncCall, name_of
 from farcall.runtime.io.sigint import SLICE_S
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.peers.peer import Peer
@@ -33,6 +33,7 @@ class Call(PendingCall):
     def __init__(self, deadline: float = NEVER, peer: Peer | None = None) -> None:
         self.deadline = deadline
         self.timeout_s = 1.5
+        self.started_at = 0.0
         self.what = len
         self.peer = peer or FakePeer("w1")
         self.arrived = False
@@ -235,3 +236,36 @@ def test_each_caller_gets_an_error_of_its_own_when_the_node_ends(table: CallTabl
     assert {(type(error), str(error), error.delivery) for error in failures} == {  # type: ignore[attr-defined]
         (Cancelled, "w0 shut down", Delivery.NOT_SENT)
     }
+
+
+class Unscanned(dict[int, PendingCall]):
+    """A table that nobody may go through."""
+
+    def values(self) -> Any:
+        raise AssertionError("all calls were looked at")
+
+
+def test_a_deadline_looks_at_no_call_but_the_overdue_ones(table: CallTable, clock: Clock) -> None:
+    table.pending = Unscanned()
+    calls = [Call(1.0 + number) for number in range(100)]
+    send(table, *calls, Call())
+    for number, call in enumerate(calls):
+        clock.turn_to(1.0 + number)
+        assert len(call.failures) == 1
+        assert len(table) == 100 - number
+    assert clock.due == NEVER
+
+
+def test_deadlines_of_calls_that_have_ended_do_not_pile_up(table: CallTable, clock: Clock) -> None:
+    waiting = [Call(50.0), Call(70.0)]
+    send(table, *waiting)
+    for _ in range(5 * FEWEST_DEADLINES):
+        call = Call(60.0)
+        send(table, call)
+        table.claim(call.call_id)
+        if clock.due <= 0.0:
+            clock.turn_to(0.0)
+    assert len(table._due) <= FEWEST_DEADLINES + 5
+    assert clock.due == 50.0
+    clock.turn_to(70.0)
+    assert [len(call.failures) for call in waiting] == [1, 1]
