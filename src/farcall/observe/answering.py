@@ -15,7 +15,7 @@ import logging
 import threading
 from collections.abc import Callable
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -56,6 +56,8 @@ SILENT_S = 5.0
 """A peer that did not answer in time is not asked again for this long: it must not delay one error after the other."""
 LONGEST_EXPLAINING_S = 0.3
 SHORTEST_EXPLAINING_S = 0.02
+MOST_EXPLAINED = 64
+"""How many calls one question is about; more are in the next one."""
 
 Subject = Callable[[Peer | None, bytes], bytes | Callable[[], bytes]]
 """From the asking peer (None: an observer) and the argument to the answer. Runs on the I/O thread: it must not block.
@@ -87,6 +89,8 @@ class CallState(msgspec.Struct, frozen=True, array_like=True):
 # Made at the import, as all decoders: msgspec looks into a type at its first use, and two threads that do so at once
 # crash.
 _decode_state: Callable[[bytes], CallState] = msgspec.msgpack.Decoder(CallState).decode
+_decode_states: Callable[[bytes], list[msgspec.Raw]] = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_decode_numbers: Callable[[bytes], list[int]] = msgspec.msgpack.Decoder(list[int]).decode
 
 
 class _Question(NamedTuple):
@@ -99,10 +103,21 @@ class _Question(NamedTuple):
     """False: forwarded for an observer, which needs no empty answer."""
 
 
+class _Unexplained(NamedTuple):
+    """A call that has timed out, and whose error waits for its explanation."""
+
+    call_id: int
+    bound_s: float
+    deadline: float
+    done: Callable[[str], None]
+
+
 class Answering:
     """The questions of one node, asked and answered: ``node.part(Answering)``.
 
-    Mutable: the open questions, and the peers that are not asked for a while.
+    Mutable: the open questions, the peers that are not asked for a while, and the calls to be explained, by the number
+    of their peer. A peer has one question about calls at a time: what becomes overdue meanwhile is in the next one, or,
+    if the peer is silent, needs none.
     """
 
     def __init__(self, node: Runtime) -> None:
@@ -112,12 +127,13 @@ class Answering:
             SNAPSHOT: lambda peer, argument: encode(take_snapshot(node)),
             METRICS: lambda peer, argument: encode(_collect(node)),
             EVENTS: lambda peer, argument: encode(WorkerEvents(node.info.name, node.event_log.latest())),
-            CALL_STATE: lambda peer, argument: describe_call(node, peer, argument),
+            CALL_STATE: lambda peer, argument: describe_calls(node, peer, argument),
         }
         """Other parts may add subjects before the node starts."""
         self._numbers = itertools.count(1)
         self._open: dict[int, _Question] = {}
         self._silent_until: dict[int, float] = {}
+        self._unexplained: dict[int, list[_Unexplained]] = {}  # there is an entry while a question is open
         node.hooks.on_control(Ask, self._on_member_asks)
         node.hooks.on_control(Told, self._on_told)
         node.hooks.on_control(Roster, lambda peer, message: peer.link.abort("a member does not send a roster"))
@@ -225,11 +241,15 @@ class Answering:
     def explain(self, call: PendingCall, done: Callable[[str], None]) -> None:
         """Ask the callee about ``call``, which has timed out; ``done`` gets the explanation. From any thread."""
 
-        worker, bound_s = call.peer.info.name, explaining_s(call.timeout_s)
+        peer, bound_s = call.peer, explaining_s(call.timeout_s)
 
         def begin() -> None:
-            argument = msgspec.msgpack.encode(call.call_id)
-            self.ask(call.peer, CALL_STATE, argument, bound_s, lambda data: done(explanation(worker, data, bound_s)))
+            one = _Unexplained(call.call_id, bound_s, monotonic() + bound_s, done)
+            if peer.number in self._unexplained:
+                self._unexplained[peer.number].append(one)
+            else:
+                self._unexplained[peer.number] = [one]
+                self._ask_about_calls(peer)
 
         if not self._node.running:
             done("")  # the I/O thread may have ended
@@ -237,6 +257,40 @@ class Answering:
             begin()  # at once: this may be the thread's last round, which a queued callback would miss
         else:
             self._node.call_soon(begin)
+
+    def _ask_about_calls(self, peer: Peer) -> None:
+        """On the I/O thread: ask about the calls to ``peer`` that wait for their explanation, if any still do."""
+        now = monotonic()
+        asked: list[_Unexplained] = []
+        while self._unexplained[peer.number] and not asked:
+            waiting = self._unexplained[peer.number]
+            self._unexplained[peer.number] = waiting[MOST_EXPLAINED:]
+            for one in waiting[:MOST_EXPLAINED]:
+                if one.deadline > now:
+                    asked.append(one)
+                else:
+                    one.done("")
+        if not asked:
+            del self._unexplained[peer.number]
+            return
+        argument = msgspec.msgpack.encode([one.call_id for one in asked])
+        bound_s = max(one.deadline for one in asked) - now
+        self.ask(peer, CALL_STATE, argument, bound_s, lambda data: self._on_explained(peer, asked, data))
+
+    def _on_explained(self, peer: Peer, asked: list[_Unexplained], data: bytes) -> None:
+        """On the I/O thread: ``peer`` has answered, or is silent."""
+        states: list[Any] = []
+        if not data:
+            asked, self._unexplained[peer.number] = asked + self._unexplained[peer.number], []
+            states = [b""] * len(asked)
+        else:
+            try:
+                states = _decode_states(data)
+            except (msgspec.DecodeError, ValueError):
+                pass
+        for one, state in itertools.zip_longest(asked, states[: len(asked)]):
+            one.done("" if state is None else explanation(peer.info.name, bytes(state), one.bound_s))
+        self._ask_about_calls(peer)
 
     # ------------------------------------------------------------------ bounds
 
@@ -272,13 +326,18 @@ def explaining_s(timeout_s: float) -> float:
     return min(LONGEST_EXPLAINING_S, max(SHORTEST_EXPLAINING_S, timeout_s / 4))
 
 
-def describe_call(node: Runtime, peer: Peer | None, argument: bytes) -> bytes:
-    """At the callee: the state of call number ``argument`` of ``peer``."""
-    call_id = msgspec.msgpack.decode(argument, type=int)
+def describe_calls(node: Runtime, peer: Peer | None, argument: bytes) -> bytes:
+    """At the callee: the states of the calls of ``peer`` with these numbers."""
     pool = pool_view(node)
+    return msgspec.msgpack.encode(
+        [_describe_call(node, pool, peer, number) for number in _decode_numbers(argument)[:MOST_EXPLAINED]]
+    )
+
+
+def _describe_call(node: Runtime, pool: PoolView, peer: Peer | None, call_id: int) -> CallState:
     request = None if peer is None else node.server.find(peer, call_id)
     if request is None:
-        return msgspec.msgpack.encode(CallState(None, pool))
+        return CallState(None, pool)
     served = served_call(request)
     thread, at, waits_for = "", None, None
     if served.thread_id:
@@ -287,7 +346,7 @@ def describe_call(node: Runtime, peer: Peer | None, argument: bytes) -> bytes:
         for call in node.calls.snapshot():
             if call.thread_id == served.thread_id:
                 waits_for = outgoing_call(call)
-    return msgspec.msgpack.encode(CallState(served, pool, thread, at, waits_for, node.state))
+    return CallState(served, pool, thread, at, waits_for, node.state)
 
 
 def explanation(worker: str, data: bytes, asked_s: float) -> str:

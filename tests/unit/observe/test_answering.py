@@ -200,3 +200,55 @@ def test_a_call_has_the_name_that_its_user_knows(what: Any, title: str) -> None:
 @pytest.mark.parametrize(("timeout_s", "bound_s"), [(60.0, 0.3), (0.4, 0.1), (0.001, 0.02)])
 def test_who_has_little_patience_is_not_held_up_for_long(timeout_s: float, bound_s: float) -> None:
     assert explaining_s(timeout_s) == pytest.approx(bound_s)
+
+
+def overdue(peer: RemotePeer, call_id: int) -> SyncCall:
+    call = SyncCall(peer, len, 10.0)
+    call.call_id = call_id
+    return call
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_peer_has_one_question_about_overdue_calls_at_a_time(
+    node: Any, answering: Answering, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("farcall.observe.answering.monotonic", lambda: now[0])
+    peer, texts = FakePeer(), list[str]()
+    for call_id in range(1, 301):
+        answering.explain(overdue(peer, call_id), texts.append)
+    assert [msgspec.msgpack.decode(ask.argument) for ask in peer.sent] == [[1]]
+    if not answers:
+        node.clock.turn_to(100.4)
+        assert len(peer.sent) == 1
+        assert len(texts) == 300
+        assert all("did not say within 0.3 s" in text for text in texts)
+        return
+    asked = 0
+    state = CallState(None, POOL)
+    while node.hooks.unsettled[0]():
+        question = peer.sent[-1]
+        numbers = msgspec.msgpack.decode(question.argument)
+        asked += len(numbers)
+        data = msgspec.msgpack.encode([state] * len(numbers))
+        node.hooks.controls[Told](peer, Told(question.number, "w1", data))
+    assert asked == len(texts) == 300
+    assert len(peer.sent) == 1 + 5
+    assert all("never arrived" in text for text in texts)
+
+
+@pytest.mark.parametrize("data", [b"nonsense", msgspec.msgpack.encode([]), msgspec.msgpack.encode([1, 2, 3])])
+def test_an_answer_of_no_sense_explains_nothing(node: Any, answering: Answering, data: bytes) -> None:
+    peer, texts = FakePeer(), list[str]()
+    answering.explain(overdue(peer, 1), texts.append)
+    node.hooks.controls[Told](peer, Told(peer.sent[0].number, "w1", data))
+    assert texts == [""]
+    assert node.hooks.unsettled[0]() == 0
+
+
+def test_calls_that_wait_for_the_next_question_hear_of_the_end_of_the_node(node: Any, answering: Answering) -> None:
+    peer, texts = FakePeer(), list[str]()
+    for call_id in (1, 2):
+        answering.explain(overdue(peer, call_id), texts.append)
+    node.end()
+    assert len(texts) == 2

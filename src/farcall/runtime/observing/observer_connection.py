@@ -39,7 +39,7 @@ class Questions(Protocol):
     def explain(self, call: Any, done: Callable[[str], None]) -> None:
         """Ask the callee about a pending call whose time is up. From any thread.
 
-        ``done`` gets the explanation once, on the I/O thread, within half a second.
+        ``done`` gets the explanation once, on the I/O thread, within a second.
         """
 
 
