@@ -4,8 +4,9 @@ Owns the directory, its files, and the decision which of them are stale. A file 
 observer's key: its reader can observe, and no more (`protocol/handshake`). Only the user can read the directory and the
 files; a directory that other users can write to is not used.
 
-A node removes its file when it ends. The next command removes the file of a killed node: its process is gone, or
-another process has its id. The file of a process in another container stays, since its state is unknown here.
+A node removes its file when it ends. The file of a killed node is removed by the next node that starts, or the next
+command: its process is gone, or (only commands look that closely) another process has its id. The file of a process in
+another container stays, since its state is unknown here.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class PresenceFile:
     def __init__(self, directory: Path, presence: Presence) -> None:
         """Raise ``OSError`` if the file cannot be written safely."""
         private_directory(directory)
+        _remove_files_of_the_dead(directory)
         self._path = directory / f"{presence.process_id}-{os.urandom(4).hex()}{_SUFFIX}"
         write_whole(self._path, msgspec.json.encode(presence))
         self._process_id = os.getpid()
@@ -79,12 +81,9 @@ def find_nodes(directory: Path) -> list[Presence]:
         return []
     found = []
     for path in sorted(directory.glob(f"*{_SUFFIX}")):
-        try:
-            if path.stat().st_size > _MAX_FILE_BYTES:
-                continue
-            presence = _DECODER.decode(path.read_bytes())
-        except (OSError, msgspec.DecodeError, ValueError):
-            continue  # removed meanwhile, or not a presence file
+        presence = _read(path)
+        if presence is None:
+            continue
         if _is_stale(presence):
             path.unlink(missing_ok=True)
         else:
@@ -93,6 +92,25 @@ def find_nodes(directory: Path) -> list[Presence]:
     for one in found:
         youngest[one.cluster_id] = max(youngest.get(one.cluster_id, 0.0), one.started_at)
     return sorted(found, key=lambda one: (-youngest[one.cluster_id], one.cluster_id, one.rank))
+
+
+def _remove_files_of_the_dead(directory: Path) -> None:
+    """Remove what killed nodes left, where nobody may ever look for nodes. Opens no file of a process that lives."""
+    for path in directory.glob(f"*{_SUFFIX}"):
+        if not os.path.exists(f"/proc/{path.name.partition('-')[0]}"):
+            presence = _read(path)
+            if presence is not None and _is_stale(presence):
+                path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Presence | None:
+    """The node that a file tells of; None: it was removed meanwhile, or is no presence file."""
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            return None
+        return _DECODER.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError, ValueError):
+        return None
 
 
 def process_start(process_id: int) -> str:

@@ -73,6 +73,24 @@ def test_the_file_of_a_dead_process_is_stale(tmp_path: Path) -> None:
     assert list(directory.iterdir()) == []
 
 
+def test_a_node_that_starts_removes_the_files_of_killed_ones(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    directory = tmp_path / "farcall"
+    PresenceFile(directory, presence(name="lives"))
+    (living,) = directory.iterdir()
+    PresenceFile(directory, presence(child.pid, start="1", name="elsewhere", namespace=1))
+    (elsewhere,) = {*directory.iterdir()} - {living}
+    PresenceFile(directory, presence(child.pid, start="1", name="killed"))
+    (killed,) = {*directory.iterdir()} - {living, elsewhere}
+    (directory / "notes.node").write_text("no presence")
+    PresenceFile(directory, presence(name="new"))
+    assert not killed.exists()
+    assert living.exists()
+    assert elsewhere.exists()
+    assert len([*directory.iterdir()]) == 4
+
+
 def test_so_is_that_of_a_process_whose_number_another_has_now(tmp_path: Path) -> None:
     directory = tmp_path / "farcall"
     PresenceFile(directory, presence(start="1"))
