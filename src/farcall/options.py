@@ -177,7 +177,7 @@ class ObservingOptions(_Checked):
         dashboard_port: serve the live page there; 0 lets the system choose. Default: ``FARCALL_DASHBOARD_PORT``, else
             this node does not serve it; ``farcall dashboard`` can at any time.
         dashboard_host: the address to serve it on. Where that is not loopback, over TLS only (``tls``, with
-            certificates), at an address with a secret in it: ``node.dashboard_url``.
+            certificates). The URL has a secret in it: ``node.dashboard_url``.
         opentelemetry: make a span of each call made and served, with OpenTelemetry's API and the tracer provider that
             the program has set up; the callee's spans are children of the caller's.
         log: ``"info"`` or ``"debug"``, perhaps with ``:`` and a file, to have farcall log there (else to stderr) by

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import torch
@@ -130,7 +131,7 @@ def command(folder: Path) -> Iterator[str]:
     )
     try:
         assert process.stdout is not None
-        found = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
+        found = re.search(r"http://127\.0\.0\.1:\d+/[\w-]{43}/", process.stdout.readline())
         assert found
         yield found[0]
         process.send_signal(signal.SIGINT)
@@ -315,6 +316,24 @@ def test_it_is_served_on_loopback_only() -> None:
         tables = [Path(f"/proc/net/{table}").read_text() for table in ("tcp", "tcp6")]
         rows = [line.split() for table in tables for line in table.splitlines()]
         assert [row[1] for row in rows if row[3] == "0A" and row[1].endswith(port)] == ["0100007F" + port]
+
+
+def test_its_address_is_where_it_is_served_whatever_the_node_advertises() -> None:
+    page = Dashboard(lambda: SimulatedObserver(8), 0, name="10.0.0.1")  # type: ignore[arg-type, return-value]
+    try:
+        assert fetch(page.url)[0] == 200
+    finally:
+        page.close()
+
+
+def test_other_users_of_the_machine_do_not_know_its_address() -> None:
+    with served(8) as page:
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{43}/", page.url)
+        root = f"http://127.0.0.1:{page.port}/"
+        for wrong in ("", "state.json", "index.html", "calls.json?from=&to=", f"{'A' * 43}/", "%2e/", "\u00e9/"):
+            assert fetch(root + quote(wrong, safe="/?=&%"))[0] == 404, wrong
+        with served(8) as another:
+            assert fetch(root + another.url.split("/")[-2] + "/")[0] == 404
 
 
 def test_what_others_send_costs_the_server_little() -> None:

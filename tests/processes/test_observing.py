@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import socket
@@ -140,6 +141,30 @@ def test_prometheus_is_served_on_a_port_of_choice() -> None:
     pytest.importorskip("prometheus_client")
     for rank, text in enumerate(run_cluster(2, scraped, observing=ObservingOptions(metrics_port=0))):
         assert f'farcall_call_seconds_count{{function="echo",peer="w{1 - rank}",worker="w{rank}"}} 1.0' in text
+
+
+def rebound(rank: int) -> list[int]:
+    """The answers to requests that name other hosts: pages whose name leads to loopback now."""
+    port, found = current_runtime().part(Observability).metrics_port, []
+    for host in (
+        "evil.example",
+        f"evil.example:{port}",
+        f"127.0.0.1.evil.example:{port}",
+        "0.0.0.0",
+        "",
+        f"localhost:{port}",
+    ):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+        connection.request("GET", "/metrics", headers={"Host": host})
+        found.append(connection.getresponse().status)
+        connection.close()
+    return found
+
+
+def test_a_page_whose_name_leads_to_loopback_reads_no_metrics() -> None:
+    pytest.importorskip("prometheus_client")
+    (found,) = run_cluster(1, rebound, observing=ObservingOptions(metrics_port=0))
+    assert found == [403] * 5 + [200]
 
 
 def where_scraped(rank: int) -> int:

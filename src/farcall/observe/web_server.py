@@ -3,6 +3,9 @@
 Owns the port, its thread and the connections. Answers ``GET`` only. It serves at most MOST_CONNECTIONS at a time, each
 on a thread, and refuses further ones. The head of a request has at most MOST_HEAD_BYTES, and a connection over which no
 request was answered for QUIET_S is closed. Knows neither the pages nor their readers.
+
+A page on the internet can have a browser connect to loopback under a name of its own choice (DNS rebinding). So a
+server on loopback answers only requests that name a loopback host.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from time import monotonic
 from typing import Any, BinaryIO, Final, NamedTuple, TypeAlias
+from urllib.parse import urlsplit
 
+from farcall.runtime.rendezvous.addresses import is_loopback
 from farcall.transport.descriptors import close_in_children
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -30,7 +35,6 @@ class Request(NamedTuple):
     """One request of a client."""
 
     target: str
-    host: str
     accept: str
 
 
@@ -86,6 +90,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], answer: Callable[[Request], Answer], protect: Protect | None) -> None:
         self.answer = answer
+        self.is_on_loopback = is_loopback(address[0])
         self._protect = protect
         self.quiet_since: dict[socket.socket, float] = {}
         self._lock = threading.Lock()
@@ -188,7 +193,10 @@ class _Handler(BaseHTTPRequestHandler):
         head = self.headers
         if head.get("Content-Length") or head.get("Transfer-Encoding"):
             self.close_connection = True  # the rest of the request is not read
-        answer = self.server.answer(Request(self.path, head.get("Host", ""), head.get("Accept", "")))
+        if self.server.is_on_loopback and not names_loopback(head.get("Host", "")):
+            answer = _ELSEWHERE
+        else:
+            answer = self.server.answer(Request(self.path, head.get("Accept", "")))
         self.send_response(answer.status)
         for name, value in _HEADERS.items():
             self.send_header(name, value)
@@ -202,6 +210,15 @@ class _Handler(BaseHTTPRequestHandler):
         logger.debug("web: a request from %s", self.client_address[0])
 
 
+def names_loopback(host: str) -> bool:
+    """Does the header ``Host`` name this machine by a loopback name?"""
+    try:
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return False
+
+
+_ELSEWHERE: Final = Answer(b"this is served to loopback names only, such as http://127.0.0.1\n", status=403)
 _HEADERS: Final = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "

@@ -14,8 +14,8 @@ from farcall.errors import NetworkError
 from farcall.observe.answering import WorkerEvents
 from farcall.observe.dashboard import digest, looks
 from farcall.observe.dashboard.looks import Looks
-from farcall.observe.dashboard.server import names_loopback
 from farcall.observe.rates import rows
+from farcall.observe.web_server import names_loopback
 from farcall.runtime.observing.event_log import LoggedEvent
 
 PATIENCE_S = 30.0

@@ -3,16 +3,13 @@
 Owns the addresses of the page (the table below). Has no way to change anything. Nothing on the page comes from
 elsewhere; headers have the browser refuse it if it did.
 
-    address               content
-    /, /style.css ...     the page (``page/``)
-    /state.json?since=7   the latest state, and the points of time after the seventh
-    /calls.json?from=&to= the functions that one worker calls on another
+    address                       content
+    /TOKEN/, /TOKEN/style.css ... the page (``page/``)
+    /TOKEN/state.json?since=7     the latest state, and the points of time after the seventh
+    /TOKEN/calls.json?from=&to=   the functions that one worker calls on another
 
-On loopback, all users of this host see the page, and nobody else. A page on the internet can have a browser connect
-to loopback under a name of its own choice (DNS rebinding), so a request must name a loopback host.
-
-Other hosts get the page over TLS only, with the certificate of this host, below a path that cannot be guessed: the
-address is the permission, and there is no other authentication.
+The token cannot be guessed: the address is the permission, and there is no other authentication. It keeps other users
+of this host out, too. Other hosts get the page over TLS only, with the certificate of this host.
 """
 
 from __future__ import annotations
@@ -60,21 +57,23 @@ class Dashboard:
     ) -> None:
         """``connect`` finds the cluster. ``name``: that of this host, for browsers elsewhere."""
         self._looks = Looks(connect)
-        self._token = "" if is_loopback(host) else secrets.token_urlsafe(32)
-        if self._token and (tls is None or not tls.serves_web()):
+        self._prefix = f"/{secrets.token_urlsafe(32)}/"
+        encrypts = not is_loopback(host)
+        if encrypts and (tls is None or not tls.serves_web()):
             raise InitError(
                 f"the dashboard needs TLS on {host}: give certificates (TlsOptions, FARCALL_TLS_CA, "
                 "FARCALL_TLS_CERT, FARCALL_TLS_KEY; `farcall certificates` makes them), or serve it on loopback"
             )
         try:
-            protect = None if tls is None or not self._token else partial(tls.web, for_members=False)
+            protect = None if tls is None or not encrypts else partial(tls.web, for_members=False)
             self._server = WebServer("farcall-dashboard-web", host, port, self._answer, protect=protect)
         except OSError as error:
             raise InitError(f"cannot serve the dashboard on {host}:{port}: {error}") from error
         self.port: int = self._server.port
-        shown = name or (socket.gethostname() if host in ("0.0.0.0", "::") else host)
+        everywhere = host in ("0.0.0.0", "::")
+        shown = (name or (socket.gethostname() if everywhere else host)) if encrypts else host
         place = f"[{shown}]" if ":" in shown else shown
-        self.url: str = f"https://{place}:{self.port}/{self._token}/" if self._token else f"http://{place}:{self.port}/"
+        self.url: str = f"http{'s' if encrypts else ''}://{place}:{self.port}{self._prefix}"
         """Where to point a browser."""
         self._looks.start()
 
@@ -84,14 +83,12 @@ class Dashboard:
         self._server.close()
 
     def _answer(self, request: Request) -> Answer:
-        if not self._token and not names_loopback(request.host):
-            return Answer(b"this page is served to loopback names only, such as http://127.0.0.1\n", status=403)
         try:
             target = urlsplit(request.target)
             asked = {name: values[0] for name, values in parse_qs(target.query).items()}
         except ValueError:
             return _NO_PAGE
-        prefix = f"/{self._token}/" if self._token else "/"
+        prefix = self._prefix
         if not hmac.compare_digest(target.path[: len(prefix)].encode("utf-8", "replace"), prefix.encode()):
             return _NO_PAGE
         name = target.path[len(prefix) :] or "index.html"
@@ -107,14 +104,6 @@ class Dashboard:
 
 
 _NO_PAGE: Final = Answer(b"there is no such page\n", status=404)
-
-
-def names_loopback(host: str) -> bool:
-    """Does the header ``Host`` name this machine by a loopback name?"""
-    try:
-        return is_loopback(urlsplit(f"//{host}").hostname or "")
-    except ValueError:
-        return False
 
 
 def _json(value: Any) -> Answer:
