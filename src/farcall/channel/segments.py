@@ -33,7 +33,7 @@ import torch
 
 from farcall.transport.unix import unix_sockets_work
 
-logger: logging.Logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger("farcall")
 
 PAGE_BYTES = 4096
 _SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW

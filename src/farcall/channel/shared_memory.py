@@ -27,7 +27,7 @@ from farcall.channel.host_memory import Lease, leased, rounded_size
 from farcall.channel.segments import Arena, Block, SegmentRefused
 from farcall.transport.descriptors import close_in_children
 
-logger: logging.Logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger("farcall")
 
 SEGMENT_BYTES = 64 << 20
 

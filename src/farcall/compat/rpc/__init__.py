@@ -64,7 +64,7 @@ globals().update({name: getattr(native, name) for name in native.__all__})
 _utils = native
 _server_process_global_profile = server_process_global_profiler._server_process_global_profile
 
-logger: logging.Logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger("farcall")
 _is_tensorpipe_available = True
 _init_counter = 0
 _init_counter_lock = threading.Lock()

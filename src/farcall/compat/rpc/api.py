@@ -45,7 +45,7 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-logger: logging.Logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger("farcall")
 
 # Names that programs take from here, and set here.
 PyRRef = RRef

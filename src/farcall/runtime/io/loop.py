@@ -30,12 +30,14 @@ from functools import partial
 from time import monotonic
 
 from farcall.runtime.io.busy_wait import BusyWait
+from farcall.runtime.io.log_lines import LogLines
 from farcall.runtime.io.log_room import LogRoom
 from farcall.runtime.io.reader import Standby, reading
 from farcall.runtime.io.timers import Callback, Timer, Timers
 from farcall.transport.descriptors import close_in_children
 
 logger: logging.Logger = logging.getLogger("farcall")
+logger.addFilter(LogLines())
 logger.addFilter(LogRoom())
 
 _HAS_EPOLL = hasattr(select, "epoll")
