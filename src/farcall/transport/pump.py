@@ -8,6 +8,7 @@ message, buffers 13.2, a plain socket 6.7; large messages cost the same.)
     shaking    the handshake's last bytes are here   ready: bytes of the two ends go through
     shaking    a certificate is refused              over: ``TlsFailed``
     ready      a record that was changed             over: ``TransportForged``
+    ready      64 KiB of records with nothing in     over: ``TransportBroken``
 
 What the other end's first byte tells: 0x16 or 0x15, a record of TLS; 0x89, farcall in the clear (`protocol/hello.py`);
 any other, something else. A dialer names the protocol ``farcall`` in its first record (ALPN), for listeners that do not
@@ -32,13 +33,25 @@ _JOINED_BYTES: Final = 16 * 1024
 """The size of a full record: smaller buffers are joined."""
 _RECORDS: Final = (0x16, 0x15)
 """The first byte of a handshake record, and of an alert."""
+_MOST_BARREN_BYTES: Final = 64 * 1024
+"""Records of whole messages bring plain text. Others, which change keys, anybody could send without end."""
 _ADVICE: Final = "give every member certificates of one authority (farcall certificates), or none of them"
 
 
 class Pump:
     """One end of a TLS connection. Mutable: its state, and the bytes on their way in and out."""
 
-    __slots__ = ("_digest", "_host", "_incoming", "_object", "_outgoing", "has_begun", "is_listener", "is_ready")
+    __slots__ = (
+        "_barren_bytes",
+        "_digest",
+        "_host",
+        "_incoming",
+        "_object",
+        "_outgoing",
+        "has_begun",
+        "is_listener",
+        "is_ready",
+    )
 
     def __init__(self, context: ssl.SSLContext, digest: bytes, *, is_listener: bool, host: str | None) -> None:
         """``digest``: of the certificate that this end shows. ``host``: what the peer's certificate must name."""
@@ -48,6 +61,7 @@ class Pump:
         self._object: Any = context.wrap_bio(self._incoming, self._outgoing, server_side=is_listener)
         self._digest = digest
         self._host = host
+        self._barren_bytes = 0  # from the wire since the last plain text
         self.has_begun: bool = False
         """Has the other end sent anything?"""
         self.is_ready: bool = False
@@ -59,6 +73,7 @@ class Pump:
         if not self.has_begun and data[0] not in _RECORDS:
             raise NotEncrypted(bytes(data))
         self.has_begun = True
+        self._barren_bytes += len(data)
         self._incoming.write(data)
 
     @property
@@ -82,6 +97,7 @@ class Pump:
             except ssl.SSLError as error:
                 raise self._failed(error) from error
             self._check_host()
+            self._barren_bytes = 0
             self.is_ready = True
         return True
 
@@ -152,8 +168,12 @@ class Pump:
     def read_into(self, view: memoryview) -> int | None:
         """Decrypt some bytes; 0: the peer ended, None: more must come from the wire first."""
         try:
-            return int(self._object.read(len(view), view))
+            count = int(self._object.read(len(view), view))
+            self._barren_bytes = 0
+            return count
         except ssl.SSLWantReadError:
+            if self._barren_bytes > _MOST_BARREN_BYTES:
+                raise TransportBroken("the other end sends records without anything in them") from None
             return None
         except ssl.SSLZeroReturnError:
             return 0

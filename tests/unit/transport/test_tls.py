@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import ssl
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from tests.kit.memory_transport import MemoryTransport, memory_pair
 from tests.kit.transports import TRANSPORT_CHECKS, Check
 
@@ -224,6 +228,60 @@ def test_each_process_has_a_certificate_of_its_own_and_leaves_nothing_on_disk(tm
 )
 def test_names_of_hosts_in_certificates(kind: str, name: str, host: str, does: bool) -> None:
     assert _names_host(kind, name, host) is does
+
+
+class Empty:
+    """A dialer that sends records without content: messages that change its keys (RFC 8446, 4.6.3), encrypted by hand.
+
+    Mutable: its present secret and the number of the next record. Python's ``ssl`` makes none of them.
+    """
+
+    def __init__(self, way: MemoryTransport, listening: Transport, log: Path) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.keylog_filename = str(log)
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        shaking = context.wrap_bio(incoming, outgoing)
+        while True:
+            try:
+                shaking.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                way.send((outgoing.read(),))
+                listening.receive_into(memoryview(bytearray(100)))
+                incoming.write(take(way))
+        way.send((outgoing.read(),))
+        assert shaking.cipher() == ("TLS_AES_256_GCM_SHA384", "TLSv1.3", 256)
+        self._secret = next(
+            bytes.fromhex(line.split()[2])
+            for line in log.read_text().splitlines()
+            if line.startswith("CLIENT_TRAFFIC_SECRET_0")
+        )
+
+    def _derived(self, label: bytes, size: int) -> bytes:
+        label = b"tls13 " + label
+        info = size.to_bytes(2, "big") + bytes([len(label)]) + label + b"\0"
+        return HKDFExpand(hashes.SHA384(), size, info).derive(self._secret)
+
+    def record(self) -> bytes:
+        """The next one: it asks the other end to change its keys, too. Its key serves for no other record."""
+        head, message = b"\x17\x03\x03\0\x16", b"\x18\0\0\1\1" + b"\x16"
+        found = head + AESGCM(self._derived(b"key", 32)).encrypt(self._derived(b"iv", 12), message, head)
+        self._secret = self._derived(b"traffic upd", 48)
+        return found
+
+
+def test_who_sends_records_with_nothing_in_them_is_cut_off(tmp_path: Path) -> None:
+    """Without a proof, for ever: the thread that read them did nothing else, and kept an answer to each."""
+    way, inner = memory_pair(1 << 20)
+    listening = Tls(None).accepted(inner)
+    empty = Empty(way, listening, tmp_path / "keys")
+    view = memoryview(bytearray(1 << 14))
+    way.send((b"".join(empty.record() for _ in range(10)),))
+    assert listening.receive_into(view) is None
+    way.send((b"".join(empty.record() for _ in range(5000)),))
+    with pytest.raises(TransportBroken, match="without anything in them"):
+        listening.receive_into(view)
 
 
 def certificates_of(between: Between) -> bytes:
