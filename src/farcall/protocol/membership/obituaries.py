@@ -21,7 +21,7 @@ from farcall.protocol.membership.messages import Message, Obituary, Resurfaced, 
 from farcall.protocol.membership.news import Shared
 
 RESURFACED_FANOUT: Final = 8
-SMALLER_PART: Final = "it belongs to the smaller part of a cluster that was split"
+OTHER_PART: Final = "the cluster was split, and it belongs to the other part"
 
 
 class Obituaries:
@@ -77,7 +77,7 @@ class Obituaries:
         self.missing = {incarnation: self.missing[incarnation] for incarnation in self.missing.keys() - known}
         if self.missing:
             (incarnation,) = self._random.sample(sorted(self.missing), 1)
-            self.tell(incarnation, SMALLER_PART, hinted=True)
+            self.tell(incarnation, OTHER_PART, hinted=True)
 
     def on_dead(self, sender: int, message: Message, why: str) -> None:
         """A message came from an incarnation that is dead to us."""
@@ -92,7 +92,7 @@ class Obituaries:
         friends = sorted(self._table.neighbours())
         for friend in self._random.sample(friends, min(RESURFACED_FANOUT, len(friends))):
             self._outbox.send(friend, Resurfaced(sender))
-        self._expel(f"the cluster was split, and the other part of it is the larger one ({message.why})", sender)
+        self._give_way(sender, message)
 
     def on_given_up_alone(self, sender: int, message: Message, why: str) -> None:
         """A message from a member that we gave up while we heard nobody: we were wrong, unless it did the same."""
@@ -101,6 +101,12 @@ class Obituaries:
             self.tell(sender, why, alone=True)
         else:
             self._expel("it was cut off from the other members, and gave them up", sender)
+
+    def _give_way(self, sender: int, message: Obituary) -> None:
+        """The other side stays."""
+        is_larger = message.size > self._table.size
+        stays = "is the larger one" if is_larger else "is as large, and has the lowest rank"
+        self._expel(f"the cluster was split, and the other part of it {stays} ({message.why})", sender)
 
     def _outweighs(self, sender: int, message: Obituary) -> bool:
         """Is our side of the partition the larger one?"""
@@ -112,9 +118,9 @@ class Obituaries:
         if message.incarnation != self._table.me:
             return
         if message.hinted or self._outweighs(sender, message):
-            self.tell(sender, SMALLER_PART)
+            self.tell(sender, OTHER_PART)
         else:
-            self._expel(f"the cluster was split, and the other part of it is the larger one ({message.why})", sender)
+            self._give_way(sender, message)
 
     def on_resurfaced(self, incarnation: int) -> None:
         """A member of our side met ``incarnation``, which is dead to us: send it an obituary, and settle it."""
