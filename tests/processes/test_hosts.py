@@ -127,8 +127,12 @@ def test_the_doctor_between_them(hosts: tuple[Host, Host]) -> None:
     try:
         assert listening.stdout is not None
         for line in listening.stdout:
-            if re.search(r"on other hosts run: farcall doctor \S+:7777 ", line):
+            told = re.search(r"on other hosts run: farcall doctor (\S+):7777 ", line)
+            if told is not None:
                 break
+        else:
+            pytest.fail("it does not say where it listens")
+        assert told[1] == first.address, "though no route leads further than to the other host"
         visiting = second.start("-m", "farcall", "doctor", "--json", f"{first.address}:7777")
         document = json.loads(finish([visiting]))
     finally:
