@@ -9,6 +9,7 @@ includes that, such as the encoding of a result that the next call of a serial o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
@@ -67,6 +68,12 @@ class CoroutineRunner:
             raise
         self._loop, self._thread = loop, thread
         return loop
+
+    def renew(self) -> None:
+        """Call ``on_thread_start`` once more on the loop's thread, if there is one."""
+        with self._lock, contextlib.suppress(RuntimeError):  # the loop is closed
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._on_thread_start)
 
     def stop(self, timeout_s: float) -> None:
         """Cancel the tasks that still run and end the loop; wait at most ``timeout_s``."""

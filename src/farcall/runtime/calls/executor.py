@@ -124,6 +124,7 @@ class Executor:
         self._on_io_thread = on_io_thread
         self._before_idle = before_idle
         self._on_thread_start = on_thread_start
+        self._starts = 0
         self.tasks: deque[Task] = deque()
         """Tasks that no worker has taken yet; other classes only look whether it is empty."""
         # Re-entrant: while a thread is made under it, a garbage collection may run a destructor that submits a task.
@@ -185,6 +186,10 @@ class Executor:
             self._started = True
         if self.tasks:
             self._rouse()
+
+    def renew(self) -> None:
+        """Each worker calls ``on_thread_start`` once more, before its next task."""
+        self._starts += 1
 
     def submit(self, task: Task) -> None:
         """Queue ``task``."""
@@ -301,6 +306,7 @@ class Executor:
 
     def _work(self, worker: _Worker) -> None:
         self._local.worker = worker
+        starts = self._starts
         self._on_thread_start()
         tasks = self.tasks
         while True:
@@ -311,6 +317,9 @@ class Executor:
                 if not self._rest(worker):
                     return
                 continue
+            if starts != self._starts:
+                starts = self._starts
+                self._on_thread_start()
             if task.expected_s >= BRIEF_S:
                 self._before_idle()  # flush held-back answers first: this task may take long
                 with self._lock:

@@ -123,6 +123,7 @@ class Loop:
         self._role = threading.Condition(threading.Lock())  # guards ``_thread`` and ``_stays``
         self._stays: threading.Thread | None = None  # a thread that could get no successor, and keeps the role
         self._on_thread_start: Callable[[], None] = lambda: None
+        self._starts = 0
         self._on_death: Callable[[BaseException], None] = lambda error: None
         self.standby: Standby = Standby(name)
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -153,6 +154,10 @@ class Loop:
         """
         self._on_thread_start, self._on_death = on_thread_start, on_death
         self._thread.start()
+
+    def renew(self) -> None:
+        """The I/O thread calls ``on_thread_start`` once more, before it handles what arrives from now on."""
+        self._starts += 1
 
     def on_thread(self) -> bool:
         """Is the caller the I/O thread?"""
@@ -328,6 +333,7 @@ class Loop:
     def _serve(self) -> None:
         self._ident = _get_ident()
         reading.loop = self
+        starts = self._starts
         self._on_thread_start()
         timers = self._timers
         look = partial(self._poller.poll, 0.0)
@@ -348,6 +354,9 @@ class Loop:
                 found = self._poller.poll(timeout_s)
             else:
                 found = self._spin.wait(look, self._poller.poll, now, timeout_s)
+            if starts != self._starts:
+                starts = self._starts
+                self._on_thread_start()
             for descriptor, flags in found:
                 if descriptor == self._wake_read:
                     self._drain_wakes()

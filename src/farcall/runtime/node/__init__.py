@@ -7,6 +7,7 @@
     hooks.py          the functions that the layers above have it call
     lifecycle.py      new, starting, running ...: the states, and the one way to change them
     current.py        the runtimes of this process, and which of them a thread works for
+    torch_threads.py  torch's number of threads, the same in all that run functions
     resources.py      parts that need no peer: the I/O thread, memory, a listener
     cluster_links.py  parts that face the others: peers, their links, the failure detector
     dispatcher.py     the handler of each message that arrives

@@ -41,6 +41,7 @@ from farcall.runtime.node.ending import ComeBack, Ending
 from farcall.runtime.node.hooks import Hooks
 from farcall.runtime.node.lifecycle import Lifecycle
 from farcall.runtime.node.resources import Resources
+from farcall.runtime.node.torch_threads import TORCH_THREADS
 from farcall.runtime.observing.event_log import EventLog
 from farcall.runtime.observing.observer_connection import ObserverConnections, Questions
 from farcall.runtime.peers.peer import Peer, RemotePeer
@@ -109,7 +110,7 @@ class Runtime:
             self.loop.timer,
             self.loop.on_thread,
             before_idle=self._before_idle,
-            on_thread_start=self._own_thread,
+            on_thread_start=self.own_thread,
         )
         self.admission: Admission = Admission(
             options.limits.max_queued_calls, lambda: self.executor.waiting, self.loop.timer
@@ -125,7 +126,7 @@ class Runtime:
         self.server: Server = Server(
             self.info,
             self.executor,
-            self._own_thread,
+            self.own_thread,
             log=self.event_log,
             nested=self.calls if options.inherit else None,
         )
@@ -253,8 +254,16 @@ class Runtime:
         self.server.flush()
         self.something_ended()
 
-    def _own_thread(self) -> None:
+    def own_thread(self) -> None:
+        """The calling thread runs functions for this node."""
         current.work_for(self)
+        TORCH_THREADS.take_over()
+
+    def renew_threads(self) -> None:
+        """Each thread that runs functions calls `own_thread` again, before the next one."""
+        self.executor.renew()
+        self.loop.renew()
+        self.server.coroutines.renew()
 
     # ------------------------------------------------------------------ questions
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterable
-from functools import partial
 from time import monotonic
 
 from farcall.channel.segments import host_token
@@ -19,7 +18,6 @@ from farcall.options import RpcBackendOptions
 from farcall.protocol.member import Member, Trust, new_incarnation
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.io import sigint
-from farcall.runtime.node import current
 from farcall.runtime.node.ending import ComeBack
 from farcall.runtime.node.lifecycle import Lifecycle
 from farcall.runtime.node.resources import Resources
@@ -113,7 +111,7 @@ def _connect(runtime: Runtime, deadline: float) -> None:
     if names_devices:
         runtime.use_devices().meet(runtime.me)
     # The I/O thread runs quick functions of users, too, and they may ask for the current node.
-    runtime.loop.start(partial(current.work_for, runtime), runtime.ending.on_io_thread_lost)
+    runtime.loop.start(runtime.own_thread, runtime.ending.on_io_thread_lost)
     if runtime.entry is not None:
         runtime.links.join(runtime.entry)
         return
