@@ -20,6 +20,8 @@ import farcall
 from farcall import api
 from farcall.errors import NotInitialized
 from farcall.node import Node
+from farcall.protocol.references.messages import Counts
+from farcall.rpc.references import NodeReferences
 from farcall.testing.cluster import finish, run_cluster, start_processes
 
 
@@ -256,6 +258,45 @@ def test_storm_of_interrupts_tears_no_frame_and_loses_no_lock(kind: str, when: s
     answered, interrupts = finish(start_processes(2, tight_loop, held_port(), kind, when))[0]
     assert answered > 20
     assert interrupts > 20
+
+
+def make_value(*_: object) -> object:
+    return object()
+
+
+def one_reference(kind: str) -> None:
+    if kind == "own":
+        farcall.RRef(1)
+    else:
+        farcall.remote("w1", make_value)
+
+
+def held_here() -> tuple[Counts, int]:
+    """The references of this worker, and how many numbers of forks came ahead of one that has not come."""
+    references = api.current_runtime().part(NodeReferences)
+    return references.counts(), sum(len(found.ahead) for found in references._machine._arrivals.values())
+
+
+def make_references(rank: int, port: int, kind: str) -> int:
+    options = farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    farcall.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    interrupts = 0
+    if rank == 0:
+        signal.signal(signal.SIGINT, press)
+        storm = Storm(0.0003)
+        give_up_at = time.monotonic() + 2 * LONG_S
+        while interrupts < 200 and time.monotonic() < give_up_at:
+            interrupts += cut_short(partial(one_reference, kind))
+        storm.stop()
+        none = (Counts(0, 0, 0, 0, 0, 0), 0)
+        wait_until(lambda: held_here() == farcall.rpc_sync("w1", held_here) == none)
+    farcall.shutdown(timeout=3 * LONG_S)
+    return interrupts
+
+
+@pytest.mark.parametrize("kind", ["created", "own"])
+def test_storm_of_interrupts_loses_no_reference(kind: str) -> None:
+    assert finish(start_processes(2, make_references, held_port(), kind))[0] >= 200
 
 
 def use_two_nodes(rank: int, port: int) -> bool:

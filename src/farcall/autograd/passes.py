@@ -266,6 +266,8 @@ class LocalPass:
             self._apply(self.machine.handle(PartFailed(_reason(error)), 0.0))
             if self.failure is not None:
                 self.failure.__cause__ = error
+            if self.machine.parent is None and not isinstance(error, Exception):
+                raise  # Ctrl-C, at the origin: `run_to_end` has another thread tell the others
 
     def _finish(self, graph: LocalGraph) -> None:
         gradients: dict[torch.Tensor, torch.Tensor] = {}

@@ -286,5 +286,9 @@ class SegmentMap:
     def _announce(self, urgent: bool) -> None:
         hook = self._on_release
         if hook is not None and (urgent or not self._announced):
-            self._announced = True
-            hook(urgent)
+            try:
+                self._announced = True  # before the hook: else `take_releases` in between would be lost
+                hook(urgent)
+            except BaseException:  # Ctrl-C
+                self._announced = False
+                raise

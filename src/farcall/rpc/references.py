@@ -8,6 +8,7 @@ Thread rules
 - The lock is held for microseconds, also while a control message is queued. So the message that registers a fork
   leaves before everything that the holder of the fork sends later. The lock is re-entrant: a garbage collection under
   it may run user code. A thread may take the lock of a link inside this one, never the other way round.
+- Ctrl-C comes through under the lock as little as anywhere: a step cut in two would leave a fork that nobody releases.
 - Destructors call ``released.append``, which takes no lock. The I/O thread collects the forks a moment later.
 - A value dies outside the lock, and on a worker thread if its destructor may be user code.
 
@@ -19,7 +20,6 @@ from __future__ import annotations
 import copy
 import secrets
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from time import monotonic, sleep
@@ -42,6 +42,7 @@ from farcall.rpc.rref import RRef
 from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.serving import Server
 from farcall.runtime.calls.turns import Turns
+from farcall.runtime.io import sigint
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
@@ -73,7 +74,7 @@ class NodeReferences:
             self._workers = {member.rank: WorkerInfo(member.name, member.rank) for member in node.membership.members}
         else:
             self._workers = {node.me.number: node.info}
-        self._lock = threading.RLock()
+        self._lock = sigint.WholeLock()
         self._timer = node.timer(self._on_timer)
         self._machine = References(
             node.me.number,
@@ -114,7 +115,7 @@ class NodeReferences:
         with self._lock:
             fork = self._machine.own_local()
             self.places[fork.ref] = owned
-        rref._bind(self, fork, owned, None, origin)
+            rref._bind(self, fork, owned, None, origin)
 
     def create(
         self,
@@ -136,31 +137,35 @@ class NodeReferences:
         if is_profiled() or PROFILING.everywhere:
             profile = PROFILING.begin_call(self.node, peer, "remote", what, None)
         origin = _origin() if self.traced else ""
-        owned: Owned | None = None
-        with self._lock:
-            fork = self._machine.create(peer.number)
-            if fork.owner == self._machine.me:
-                owned = self.places[fork.ref] = Owned(origin)
-        creation = make(self, fork, peer, what, timeout_s, keeps)
-        rref: RRef[Any] = RRef.__new__(RRef)
-        rref._bind(self, fork, owned, creation, origin)
-        rref._serial = serial
+        sigint.enter()  # Ctrl-C comes through only while this thread waits: else nobody would release the fork
         try:
-            creation.profile = profile
-            if keeps is not None and keeps._creation is not None:
-                keeps._creation.attach(creation, frame)  # if that creation fails, no object exists to call
-            frame.flags = KEEP
-            self.node.calls.send(creation, frame, fork, origin)
-        except BaseException as error:
-            if not isinstance(error, NetworkError | RpcTimeout):
-                if profile is not None:
-                    profile.ended()
-                self.withdraw_creation(fork)
-                raise
-            creation.on_failure(error)  # surfaces at first use, like every failure of a link
-            if owned is not None:
-                self._values.never_comes(fork.ref, owned)  # the request was for this node: no peer reports its loss
-        return rref
+            owned: Owned | None = None
+            with self._lock:
+                fork = self._machine.create(peer.number)
+                if fork.owner == self._machine.me:
+                    owned = self.places[fork.ref] = Owned(origin)
+            creation = make(self, fork, peer, what, timeout_s, keeps)
+            rref: RRef[Any] = RRef.__new__(RRef)
+            rref._bind(self, fork, owned, creation, origin)
+            rref._serial = serial
+            try:
+                creation.profile = profile
+                if keeps is not None and keeps._creation is not None:
+                    keeps._creation.attach(creation, frame)  # if that creation fails, no object exists to call
+                frame.flags = KEEP
+                self.node.calls.send(creation, frame, fork, origin)
+            except BaseException as error:
+                if not isinstance(error, NetworkError | RpcTimeout):
+                    if profile is not None:
+                        profile.ended()
+                    self.withdraw_creation(fork)
+                    raise
+                creation.on_failure(error)  # surfaces at first use, like every failure of a link
+                if owned is not None:
+                    self._values.never_comes(fork.ref, owned)  # the request was for this node: no peer reports its loss
+            return rref
+        finally:
+            sigint.leave()
 
     def confirm_created(self, fork: Fork) -> None:
         """The owner has answered the creating call."""

@@ -437,6 +437,21 @@ def test_an_interrupted_wait_ends_the_pass_everywhere(
     assert [worker.debug_info()["num_current_backward_passes"] for worker in network.workers] == ["0"] * 3
 
 
+def test_ctrl_c_in_the_part_of_the_origin_is_raised_as_itself(network: Network, context: Context) -> None:
+    (there,) = network.move(context.id, 0, 1, [leaf()])
+    (back,) = network.move(context.id, 1, 0, [there])
+    loss = (back * 2).sum()
+
+    def press(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    loss.grad_fn.register_prehook(press)  # type: ignore[union-attr]
+    with pytest.raises(KeyboardInterrupt):
+        network.workers[0].backward(context.id, [loss])
+    network.drain()
+    assert [worker.debug_info()["num_current_backward_passes"] for worker in network.workers] == ["0"] * 3
+
+
 @pytest.mark.parametrize("target", [0, 2])
 def test_a_message_for_which_there_is_no_memory_fails_the_pass(
     network: Network, context: Context, monkeypatch: pytest.MonkeyPatch, target: int

@@ -289,6 +289,22 @@ def test_releases_are_announced_once_and_when_urgent(pool: SegmentPool) -> None:
     assert announced == [False, True, False]
 
 
+def test_ctrl_c_in_an_announcement_does_not_silence_all_others(pool: SegmentPool) -> None:
+    announced: list[bool] = []
+
+    def announce(urgent: bool) -> None:
+        announced.append(urgent)
+        if len(announced) == 1:
+            raise KeyboardInterrupt
+
+    segment_map = SegmentMap(announce)
+    with pytest.raises(KeyboardInterrupt):
+        segment_map.owe(1, 0, 100)
+    segment_map.owe(1, 0, 100)
+    segment_map.owe(1, 0, 100)
+    assert announced == [False, False]
+
+
 def test_a_retired_segment_is_forgotten(pool: SegmentPool) -> None:
     segment_map = SegmentMap()
     block = allocated(pool, 1000)

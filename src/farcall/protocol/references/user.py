@@ -63,7 +63,8 @@ class ReleasedForks:
     """Forks whose last Python reference died: ``__del__`` fills it on any thread, the machine drains it.
 
     ``append`` takes no lock, since a destructor may interrupt anything, the machine itself included. ``wake`` must
-    be as harmless (write to an eventfd). It is called for the first fork after a drain, not for each.
+    be as harmless (write to an eventfd). It is called for the first fork after a drain, not for each, and again if
+    Ctrl-C cut it.
     """
 
     __slots__ = ("_forks", "_signalled", "_wake")
@@ -76,8 +77,12 @@ class ReleasedForks:
     def append(self, fork: Fork) -> None:
         self._forks.append(fork)
         if not self._signalled and self._wake is not None:
-            self._signalled = True
-            self._wake()
+            try:
+                self._signalled = True  # before the wake: else a drain in between would be lost
+                self._wake()
+            except BaseException:
+                self._signalled = False
+                raise
 
     def __len__(self) -> int:
         return len(self._forks)

@@ -39,6 +39,7 @@ from threading import get_ident
 from time import monotonic, process_time
 from typing import Protocol
 
+from farcall.destructors import whole
 from farcall.runtime.calls.parallelism import Parallelism
 from farcall.runtime.io.reader import is_interrupted, reading
 from farcall.runtime.io.timers import NEVER, Callback, Timer
@@ -218,6 +219,7 @@ class Executor:
             return True
         return self._hunters > 0
 
+    @whole  # else Ctrl-C could leave a worker that counts as hunting, and never began
     def _rouse(self) -> None:
         """Wake an idle worker, or start one if the pool may grow; else leave the tasks to `look_in`."""
         with self._lock:

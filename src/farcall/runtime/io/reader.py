@@ -35,6 +35,7 @@ from time import monotonic
 from types import FrameType
 from typing import Protocol
 
+from farcall.destructors import whole
 from farcall.errors import RpcError
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -113,6 +114,7 @@ _collections: dict[str, object] = {"stop": object()}
 """How the last garbage collection began and ended. Filled by C code, which no Ctrl-C can cut."""
 
 
+@whole  # Python drops what a handler raises here
 def _on_collection(
     phase: str,
     info: object,

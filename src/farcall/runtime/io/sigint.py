@@ -168,6 +168,23 @@ def leave() -> None:
         deliver()
 
 
+class WholeLock:
+    """A re-entrant lock, and a section that SIGINT may not cut: what changes under it changes as a whole, or not."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        enter()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        leave()
+
+
 def seal() -> None:
     """Like ``enter``, but even the waits inside cannot be cut: for the end of a node, whose waits are bounded."""
     guard = here.guard

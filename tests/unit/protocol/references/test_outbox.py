@@ -73,3 +73,20 @@ def test_a_destructor_in_the_middle_of_a_drain() -> None:
         assert fork == first
     assert len(machine.released) == 1
     assert len(wakes) == 2  # or nobody would come for the second
+
+
+def test_ctrl_c_in_the_wake_of_a_destructor_does_not_silence_all_others() -> None:
+    wakes: list[BaseException] = [KeyboardInterrupt()]
+
+    def wake() -> None:
+        if wakes:
+            raise wakes.pop()
+
+    released = ReleasedForks(wake)
+    fork = Member(1).own_local()
+    with pytest.raises(KeyboardInterrupt):
+        released.append(fork)
+    wakes.append(SystemExit())
+    with pytest.raises(SystemExit):  # it calls again
+        released.append(fork)
+    assert len(released) == 2
