@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import stat
 import tempfile
 from collections.abc import Iterable
@@ -38,7 +39,20 @@ def runtime_directory(chosen: str | None = None) -> Path:
     # Not that of another user, whose variable `sudo -E` keeps: files of root there would be in that user's way.
     if of_session and os.path.isdir(of_session) and os.stat(of_session).st_uid == os.getuid():
         return Path(of_session) / "farcall"
-    return Path(tempfile.gettempdir()) / f"farcall-{os.getuid()}"
+    usual = Path(tempfile.gettempdir()) / f"farcall-{os.getuid()}"
+    if _is_taken(usual):  # by another user, perhaps so that nothing works here
+        state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+        return Path(state) / f"farcall-{socket.gethostname()}"  # hosts may share a home, and have other processes
+    return usual
+
+
+def _is_taken(path: Path) -> bool:
+    """Is there something that this user did not put there, or no directory?"""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid()
 
 
 def pid_namespace() -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,3 +55,27 @@ def test_a_session_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pyte
     assert runtime_directory() == tmp_path / "farcall"
     os.chown(tmp_path, 65534, -1)
     assert not runtime_directory().is_relative_to(tmp_path)
+
+
+@pytest.mark.parametrize("by", ["file", "link", "directory"])
+def test_where_another_user_took_the_name_the_home_is_used(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, home = tmp_path / f"farcall-{os.getuid()}", tmp_path / "home"
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert runtime_directory() == usual
+    if by == "file":
+        usual.touch()
+    elif by == "link":
+        usual.symlink_to(tmp_path)
+    elif os.getuid() == 0:
+        usual.mkdir()
+        os.chown(usual, 65534, -1)
+    else:
+        pytest.skip("only root can make a directory of another user")
+    assert runtime_directory() == home / ".local" / "state" / f"farcall-{socket.gethostname()}"
+    assert len(private_bytes(runtime_directory(), "key", 32)) == 32
+    assert runtime_directory().stat().st_mode & 0o777 == 0o700
