@@ -123,15 +123,20 @@ def _build_into(library: Path) -> None:
 
 
 def _check_owner(found_at: Path) -> None:
-    """Raise if others than this user and root can have put the library, or its directory, ``found_at`` there."""
+    """Raise if others than this user and root can have put the library, or its directory, ``found_at`` there.
+
+    Who may rename a directory above it can put another in its place, so all are looked at, up to the root.
+    """
     library = found_at if found_at.suffix == ".so" else found_at / f"{_NAME}.so"
-    own, shared = (library, library.parent), (library.parent.parent, library.parent.parent.parent)
-    for path in (*own, *shared):
-        if path is library and found_at is not library:
-            continue
+    owners = {os.geteuid(), 0}
+    for path in (found_at, *found_at.parents):
         found = path.stat()
-        others = stat.S_IWOTH | (stat.S_IWGRP if path in own else 0)
-        if found.st_uid not in (os.geteuid(), 0) or (found.st_mode & others and not found.st_mode & stat.S_ISVTX):
+        if path in (library, library.parent):
+            is_safe = found.st_uid in owners and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        else:  # a group may share these; in some containers root, whose "/" is, has another number
+            is_safe = found.st_uid in owners | {os.stat("/").st_uid}
+            is_safe = is_safe and (not found.st_mode & stat.S_IWOTH or bool(found.st_mode & stat.S_ISVTX))
+        if not is_safe:
             raise RpcError(
                 f"the extension for RPC in TorchScript code is not loaded from {library}: others than you and root may "
                 f"have put it there ({path} belongs to user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}). Set "
@@ -201,7 +206,8 @@ def _directory() -> Path:
         platform.machine(),
     )
     digest = hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:16]
-    return Path(root) / "torchscript" / f"torch-{torch.__version__}-{digest}"
+    # Without links, so that `_check_owner` looks at the directories that are used.
+    return Path(root).resolve() / "torchscript" / f"torch-{torch.__version__}-{digest}"
 
 
 def why_not() -> str | None:

@@ -197,11 +197,20 @@ def test_a_build_that_kills_who_loads_it_is_refused_for_good(monkeypatch: pytest
     assert not list(extension._directory().glob("*.so"))
 
 
-@pytest.mark.parametrize("which", ["library", "directory", "cache"])
-def test_what_others_could_have_put_there_is_not_loaded(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+@pytest.mark.parametrize("which", ["library", "directory", "cache", "above", "above the link"])
+def test_what_others_could_have_put_there_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, which: str
+) -> None:
     pretend_to_build(monkeypatch)
+    cache = tmp_path / "site" / "cache"
+    cache.mkdir(parents=True)
+    if which == "above the link":
+        (tmp_path / "link").symlink_to(cache)
+        cache = tmp_path / "link"
+    monkeypatch.setenv("FARCALL_CACHE", str(cache))
     library = extension.build()
-    planted = {"library": library, "directory": library.parent, "cache": library.parents[2]}[which]
+    above = tmp_path / "site"
+    planted = {"library": library, "directory": library.parent, "cache": library.parents[2]}.get(which, above)
     before = planted.stat().st_mode
     planted.chmod(0o777)
     with pytest.raises(RpcError, match="others than you and root"):
@@ -214,8 +223,9 @@ def test_what_others_could_have_put_there_is_not_loaded(monkeypatch: pytest.Monk
             extension.build()
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
 def test_nothing_is_written_or_built_where_others_could_put_links(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: int
 ) -> None:
     """In a cache that all may write to, another user made the directory first."""
     built: list[Path] = []
@@ -226,7 +236,7 @@ def test_nothing_is_written_or_built_where_others_could_put_links(
     directory = extension._directory()
     directory.mkdir(parents=True)
     (directory / "building").symlink_to(precious)
-    directory.chmod(0o777)
+    directory.chmod(mode)
     with pytest.raises(RpcError, match="others than you and root"):
         extension.build()
     assert not built
