@@ -14,13 +14,13 @@ Every process is one *life* of a worker, named by its `WorkerSpec`: a worker tha
 ``life`` one higher, and news of the old one still carry the old spec.
 
 **How a worker gets its spec.** It runs ``python -m farcall.launcher.worker`` (`WorkerSpec.command`), which reads one
-line, `WorkerSpec.encode()`, from its standard input; or from the environment variable `ENV_SPEC` at a site without
-standard input. The line holds the cluster's secret: keep it out of argument lists, and of every place that others can
-read.
+line, `WorkerSpec.encode()`, from its standard input; or, at a site without standard input, from the file that the
+environment variable `ENV_SPEC_FILE` names. The line holds the cluster's secret: keep it out of argument lists and
+environments, and of every place that others can read.
 
 **How a worker's end is sure.** A standard input that the spec came from is the worker's lifeline: the kernel kills the
 worker and its process group when the other end is closed, whatever the interpreter is doing. So an engine keeps it open
-and does not write to it again. A worker with a spec from the environment has no such line; it ends when the driver is
+and does not write to it again. A worker with a spec from a file has no such line; it ends when the driver is
 no longer a member, and its engine should have a second way to end it.
 
 **How a worker finds the driver.** It dials ``spec.meet``, one address of the driver, and needs no more.
@@ -38,7 +38,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-ENV_SPEC = "FARCALL_WORKER_SPEC"
+ENV_SPEC_FILE = "FARCALL_WORKER_SPEC_FILE"
 MAX_SPEC_BYTES = 4 << 20
 
 
@@ -77,7 +77,7 @@ class WorkerSpec:
         return (sys.executable, *own_path, "-m", "farcall.launcher.worker")
 
     def encode(self) -> bytes:
-        """One line for the worker's standard input, or for `ENV_SPEC`; without a newline."""
+        """One line for the worker's standard input, or for the file of `ENV_SPEC_FILE`; without a newline."""
         return msgspec.json.encode(self)
 
     @staticmethod

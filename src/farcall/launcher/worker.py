@@ -1,6 +1,6 @@
 """The process of a worker: ``python -m farcall.launcher.worker``.
 
-    1  its spec        one line of standard input, or `ENV_SPEC` (see `engine.py`); nothing is imported before that
+    1  its spec        one line of standard input, or of a file (see `engine.py`); nothing is imported before that
     2  its lifeline    the former standard input, if the spec came from there; functions find standard input empty
     3  its place       environment, working directory, ``sys.path``
     4  its work        joins the driver's group and serves until the driver ends it or is gone; or runs a program
@@ -18,7 +18,7 @@ import pickle
 import sys
 import threading
 
-from farcall.launcher.engine import ENV_SPEC, MAX_SPEC_BYTES, WorkerSpec
+from farcall.launcher.engine import ENV_SPEC_FILE, MAX_SPEC_BYTES, WorkerSpec
 from farcall.options import RpcBackendOptions
 
 DRIVER = "driver"
@@ -56,10 +56,11 @@ def hold_lifeline(descriptor: int) -> None:
 
 
 def read_spec() -> WorkerSpec:
-    """This process' spec, out of the environment or standard input; its lifeline is held from here on."""
-    in_environment = os.environ.pop(ENV_SPEC, None)
-    if in_environment is not None:
-        return WorkerSpec.decode(in_environment.encode())
+    """This process' spec, out of a file or standard input; its lifeline is held from here on."""
+    path = os.environ.pop(ENV_SPEC_FILE, None)
+    if path is not None:
+        with open(path, "rb") as file:
+            return WorkerSpec.decode(file.read())
     line = b""
     while not line.endswith(b"\n"):
         piece = os.read(0, 1 << 16)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+from pathlib import Path
 
-from farcall.launcher.engine import WorkerSpec
-from farcall.launcher.worker import options_of
+import pytest
+
+from farcall.launcher.engine import ENV_SPEC_FILE, WorkerSpec
+from farcall.launcher.worker import options_of, read_spec
 from farcall.options import MembershipOptions, RpcBackendOptions
 
 
@@ -25,3 +29,10 @@ def test_options_are_the_drivers_but_for_its_own() -> None:
     assert found.init_method == "farcall://10.0.0.1:2222"
     # One that the driver holds for dead is ended, and replaced: it must not come back beside its successor.
     assert found.membership == MembershipOptions(suspicion_s=3.0, rejoin=False)
+
+
+def test_a_spec_is_read_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "0").write_bytes(WorkerSpec(name="worker0", rank=0, secret="deep", meet="farcall://driver:1").encode())
+    monkeypatch.setenv(ENV_SPEC_FILE, str(tmp_path / "0"))
+    assert read_spec().secret == "deep"
+    assert ENV_SPEC_FILE not in os.environ

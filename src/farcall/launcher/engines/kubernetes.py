@@ -3,7 +3,7 @@
 Talks to the cluster by the system's ``kubectl``, as a plain client of its API (``--raw``): its configuration has the
 site's way in already (contexts, plug-ins of a cloud, the account of a pod), and no Python package is needed.
 
-    the secret          a Secret object, then a file of the pod, then the environment of the worker
+    the secret          a Secret object, then a file of the pod, which the worker reads
     output              the log of each pod, followed by a ``kubectl`` of its own
     the driver dies     its workers end: members, when it is no longer one; others, after their start timeout. The
                         cluster then removes Job and Secret by itself

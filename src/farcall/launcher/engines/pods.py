@@ -15,7 +15,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from farcall.launcher.engine import ENV_SPEC, EngineError, ProcessState, WorkerSpec
+from farcall.launcher.engine import ENV_SPEC_FILE, EngineError, ProcessState, WorkerSpec
 
 JOB_SET_VERSION = "jobset.x-k8s.io/v1alpha2"
 LAUNCH_LABEL = "farcall-launch"
@@ -29,8 +29,8 @@ _INDEX = "batch.kubernetes.io/job-completion-index"
 _FOLDER = "/run/farcall"
 _ENDING_S = 2
 _BY_SIGNAL = 128
-# The spec goes from a file into the environment of the process: it is in no argument list.
-_SCRIPT = f'{ENV_SPEC}="$(cat {_FOLDER}/$JOB_COMPLETION_INDEX)"; export {ENV_SPEC}; exec "$@"'
+# The path alone: an environment is inherited, printed and collected by many tools.
+_SCRIPT = f'export {ENV_SPEC_FILE}="{_FOLDER}/$JOB_COMPLETION_INDEX"; exec "$@"'
 
 
 def secret(batch: str, specs: Sequence[WorkerSpec], owner: Mapping[str, Any]) -> dict[str, Any]:

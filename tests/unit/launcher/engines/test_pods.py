@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.kit.times import LONG_S
 
 from farcall.launcher.engine import EngineError, ProcessState, WorkerSpec
 from farcall.launcher.engines import pods
@@ -45,6 +49,19 @@ def test_what_the_user_says_is_there_too() -> None:
     inside = a_job()["spec"]["template"]["spec"]
     assert inside["nodeSelector"] == {"pool": "gpu"}
     assert [volume["name"] for volume in inside["volumes"]] == ["specs", "data"]
+
+
+def test_the_secret_is_in_no_environment_and_no_argument(tmp_path: Path) -> None:
+    (tmp_path / "1").write_bytes(spec(1).encode())
+    container = {**CONTAINER, "command": [sys.executable, "-c", "import os, sys; print(os.environ, sys.argv)", "last"]}
+    job = pods.job("farcall-1-0", 3, {}, container=container, pod={})
+    [worker] = job["spec"]["template"]["spec"]["containers"]
+    [mount] = worker["volumeMounts"]
+    command = [word.replace(mount["mountPath"], str(tmp_path)) for word in worker["command"]]
+    said = subprocess.check_output(command, env={"JOB_COMPLETION_INDEX": "1"}, text=True, timeout=LONG_S)
+    assert f"'{tmp_path}/1'" in said
+    assert "['-c', 'last']" in said
+    assert "deep" not in said
 
 
 def test_too_many_workers_for_a_secret() -> None:
