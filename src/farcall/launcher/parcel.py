@@ -1,7 +1,8 @@
 """The working directory of the driver, packed for workers that have none of the same path.
 
-Owns the choice of files (all but ``.git`` and those that ``.gitignore`` files name), the name of a parcel (a hash of
-its bytes, so that a host gets each only once) and its place at a worker: a directory that only this user may enter.
+Owns the choice of files (all but ``.git``, those that ``.gitignore`` files name, and `SECRETS`), the name of a parcel
+(a hash of its bytes, so that a host gets each only once) and its place at a worker: a directory that only this user may
+enter.
 There the newest `KEPT` stay, and those in use: a worker holds a lock on its own, which ends with it. The functions at
 the end run on workers.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import logging
 import os
 import shutil
 import subprocess
@@ -22,6 +24,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +33,20 @@ from farcall.errors import LaunchFailed
 from farcall.private_files import private_directory, runtime_directory
 from farcall.rpc.handles import Worker
 
+logger: logging.Logger = logging.getLogger("farcall")
+
+SECRETS = (
+    *(".env", ".env.*", "*.key", "*.pem", "*.p12", "*.pfx", ".netrc", ".pypirc", ".git-credentials"),
+    *(".ssh", ".gnupg", ".aws", ".kube"),
+)
+"""Files and directories that are not sent, whatever ``.gitignore`` says; so are private keys of SSH (``id_rsa``)."""
 MOST_BYTES = 512 << 20
 SEND_S = 600.0
 KEPT = 4
 _TRIES = 3
 _LIST_S = 120.0
 _LARGEST = 3
+_MOST_NAMED = 5
 _NAME_LENGTH = hashlib.sha256().digest_size * 2
 
 
@@ -64,13 +75,31 @@ class Parcel:
 
 def _pack(directory: str) -> bytes:
     packed = io.BytesIO()
-    names = _files(directory)
+    names = _without_secrets(_files(directory))
     _check_size(directory, names)
     # The same files give the same bytes: no times, no owners.
     with gzip.GzipFile(fileobj=packed, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as archive:
         for name in names:
             archive.add(os.path.join(directory, name), name, recursive=False, filter=_anonymous)
     return packed.getvalue()
+
+
+def _without_secrets(names: Sequence[str]) -> list[str]:
+    secret = [name for name in names if _is_secret(name)]
+    if secret:
+        more = len(secret) - _MOST_NAMED
+        logger.warning(
+            "ship=True leaves out what may be secret: %s%s. Workers that need it must get it in another way",
+            ", ".join(secret[:_MOST_NAMED]),
+            f" and {more} more" if more > 0 else "",
+        )
+    return [name for name in names if not _is_secret(name)]
+
+
+def _is_secret(name: str) -> bool:
+    parts = Path(name.lower()).parts
+    is_key = parts[-1].startswith("id_") and "." not in parts[-1]  # id_ed25519; id_map.py is code
+    return is_key or any(fnmatchcase(part, pattern) for part in parts for pattern in SECRETS)
 
 
 def _check_size(directory: str, names: Sequence[str]) -> None:
