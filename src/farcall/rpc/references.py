@@ -280,8 +280,9 @@ class NodeReferences:
 
     def kept_request(self, server: Server, peer: Peer, frame: Frame) -> KeptRequest:
         """Make the request of a frame with the flag KEEP. `take_forks` has put the value's place before the forks."""
-        owned, *forks = list(frame.forks)
-        frame.forks = forks
+        owned, *frame.forks = frame.forks or (None,)
+        if not isinstance(owned, Owned):
+            raise ValueError("the message is malformed: it asks to keep a value, and names no place for it")
         return KeptRequest(server, peer, frame, owned, self._flush_soon)
 
     def _flush_soon(self, peer: Peer) -> None:

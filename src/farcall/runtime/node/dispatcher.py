@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import Any, get_args
 
+import msgspec
+
 from farcall.channel.segments import SegmentRefused
 from farcall.errors import RpcError
 from farcall.protocol import messages
@@ -137,7 +139,9 @@ class Dispatcher:
         if isinstance(error, RpcError):
             logger.info("%s: ignored a message from %s: %s", self._name, peer.info.name, error)
             return
-        if not isinstance(error, SegmentRefused):
+        if isinstance(error, (msgspec.DecodeError, ValueError)):  # malformed: our own stack says nothing about that
+            logger.error("%s: cannot read a message from %s: %s", self._name, peer.info.name, error)
+        elif not isinstance(error, SegmentRefused):
             logger.error("%s: cannot handle a message from %s", self._name, peer.info.name, exc_info=error)
         if isinstance(peer, RemotePeer):
             peer.link.abort(f"cannot handle a message from {peer.info.name}: {type(error).__name__}: {error}")

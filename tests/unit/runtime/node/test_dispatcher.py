@@ -97,7 +97,7 @@ def test_a_message_of_this_node_to_itself_does_not_hold_up_those_behind_it(caplo
             self._name = "w0"
 
         def on_message(self, peer: Any, frame: Frame) -> None:
-            raise ValueError("a fault")
+            raise RuntimeError("a fault")
 
     myself: Any = SimpleNamespace(info=SimpleNamespace(name="w0"))
     Failing().redeliver(myself, Frame(RESPONSE, 0, 1))
@@ -134,3 +134,13 @@ def test_a_call_is_answered_by_its_callee_alone(callee: Callee) -> None:
     assert call.answers == [answer]
     callee.dispatcher.on_message(CALLER, Frame(RESPONSE, 0, call_id))
     assert call.answers == [answer]
+
+
+@pytest.mark.parametrize("notes", [b"\xc1", b"\x07", b"\x93\x90\xc0\xa1\xff", b"\x91", b"\xdd\xff\xff\xff\xff"])
+def test_malformed_notes_are_one_line_of_the_log_and_no_traceback(
+    callee: Callee, caplog: pytest.LogCaptureFixture, notes: bytes
+) -> None:
+    callee.dispatcher.redeliver(CALLER, Frame(REQUEST, 0, 7, b"f", notes))
+    [record] = caplog.records
+    assert record.exc_info is None
+    assert "cannot read a message from w1: " in record.getMessage()
