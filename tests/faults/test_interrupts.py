@@ -264,11 +264,19 @@ def make_value(*_: object) -> object:
     return object()
 
 
-def one_reference(kind: str) -> None:
+def make_nothing(*_: object) -> None:
+    pass
+
+
+def one_reference(kind: str, sent: list[farcall.RRef[object]]) -> None:
     if kind == "own":
         farcall.RRef(1)
-    else:
+    elif kind == "created":
         farcall.remote("w1", make_value)
+    elif kind == "sent":
+        farcall.rpc_sync("w1", make_nothing, (sent[0], [farcall.RRef(1)]))
+    else:
+        farcall.remote("w1", make_value, (sent[0],))
 
 
 def held_here() -> tuple[Counts, int]:
@@ -283,18 +291,20 @@ def make_references(rank: int, port: int, kind: str) -> int:
     interrupts = 0
     if rank == 0:
         signal.signal(signal.SIGINT, press)
+        sent = [farcall.remote("w1", make_value)]
         storm = Storm(0.0003)
         give_up_at = time.monotonic() + 2 * LONG_S
         while interrupts < 200 and time.monotonic() < give_up_at:
-            interrupts += cut_short(partial(one_reference, kind))
+            interrupts += cut_short(partial(one_reference, kind, sent))
         storm.stop()
+        sent.clear()
         none = (Counts(0, 0, 0, 0, 0, 0), 0)
         wait_until(lambda: held_here() == farcall.rpc_sync("w1", held_here) == none)
     farcall.shutdown(timeout=3 * LONG_S)
     return interrupts
 
 
-@pytest.mark.parametrize("kind", ["created", "own"])
+@pytest.mark.parametrize("kind", ["created", "own", "sent", "created with one"])
 def test_storm_of_interrupts_loses_no_reference(kind: str) -> None:
     assert finish(start_processes(2, make_references, held_port(), kind))[0] >= 200
 

@@ -20,7 +20,7 @@ from farcall.runtime.calls.pending import CallTable, PendingCall, SyncCall
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import RECORDING, decode_failure, encode_function, read_value, write_call
+from farcall.serialize import RECORDING, decode_failure, encode_function, read_value, withdraw, write_call
 
 
 def call_sync(
@@ -40,10 +40,15 @@ def call_sync(
     timeout_s = node.timeout_s if timeout_s is UNSET_TIMEOUT else check_timeout(timeout_s)
     profile = PROFILING.begin_call(node, peer, "sync", func, None) if is_profiled() or PROFILING.everywhere else None
     frame = encode_request(peer, func, args, kwargs)
-    call = SyncCall(peer, func, timeout_s)
-    if profile is not None:
-        call.profile = profile
-    return read_answer(node.calls.exchange(call, frame, refusable), peer)
+    try:
+        call = SyncCall(peer, func, timeout_s)
+        if profile is not None:
+            call.profile = profile
+        answer = node.calls.exchange(call, frame, refusable)
+    except BaseException:
+        withdraw(frame)  # Ctrl-C may come before `exchange` can do so
+        raise
+    return read_answer(answer, peer)
 
 
 def encode_request(
@@ -65,7 +70,11 @@ def encode_request(
     frame = Frame(REQUEST, 0, 0, function)
     arguments = tuple(args or ())
     keywords = dict(kwargs) if kwargs else None
-    write_call(frame, (arguments, keywords) if function else (func, arguments, keywords), peer)
+    try:
+        write_call(frame, (arguments, keywords) if function else (func, arguments, keywords), peer)
+    except BaseException:
+        withdraw(frame)
+        raise
     return frame
 
 

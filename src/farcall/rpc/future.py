@@ -31,7 +31,7 @@ from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import FLAT_FORM, has_devices, read_value, takes_long
+from farcall.serialize import FLAT_FORM, has_devices, read_value, takes_long, withdraw
 
 if TYPE_CHECKING:
     from farcall.runtime.node import Runtime
@@ -228,7 +228,11 @@ def call_async(
     timeout_s = node.timeout_s if timeout_s is UNSET_TIMEOUT else check_timeout(timeout_s)
     profile = PROFILING.begin_call(node, peer, kind, func, None) if is_profiled() or PROFILING.everywhere else None
     frame = encode_request(peer, func, args, kwargs)
-    future: Future[Any] = Future(node, peer, func, timeout_s)
-    future.profile = profile
-    send(node.calls, future, frame)
+    try:
+        future: Future[Any] = Future(node, peer, func, timeout_s)
+        future.profile = profile
+        send(node.calls, future, frame)
+    except BaseException:
+        withdraw(frame)  # Ctrl-C may come before `send` can do so
+        raise
     return future

@@ -47,7 +47,7 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer, RemotePeer
-from farcall.serialize import encode_failure
+from farcall.serialize import encode_failure, withdraw
 from farcall.serialize.allowance import INSTALLED
 
 LINGER_S = 0.005
@@ -520,4 +520,8 @@ def call_remote(
     peer = node.peer(to)
     timeout_s = node.timeout_s if timeout_s is UNSET_TIMEOUT else check_timeout(timeout_s)
     frame = encode_request(peer, func, args, kwargs)
-    return node.part(NodeReferences).create(peer, func, frame, timeout_s, serial=serial)
+    try:
+        return node.part(NodeReferences).create(peer, func, frame, timeout_s, serial=serial)
+    except BaseException:
+        withdraw(frame)  # Ctrl-C may come before `create` can do so
+        raise

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
 
 import torch
 
-from farcall.destructors import destructor
+from farcall.destructors import destructor, whole
 from farcall.errors import (
     AnswerLost,
     Delivery,
@@ -380,6 +380,7 @@ def _refuse_to_pickle() -> NoReturn:
     )
 
 
+@whole
 def _reduce(rref: RRef[Any], encoding: Encoding) -> Any:
     references = rref._references
     if encoding.peer is None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
+from farcall.destructors import whole
 from farcall.errors import Delivery, SerializationError
 from farcall.protocol.frames import Frame
 from farcall.serialize.policy import REDUCERS
@@ -78,6 +79,7 @@ def tie(frame: Frame) -> None:
             undo.call_id = frame.call_id
 
 
+@whole
 def withdraw(frame: Frame) -> None:
     """Undo the side effects of writing ``frame``, which may not have been sent. Call in an ``except`` block.
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from farcall.destructors import whole
 from farcall.errors import FunctionNotFound, NotAllowed, NotPicklable, RpcError, SerializationError
 from farcall.protocol.frames import LARGE_BYTES, REQUEST, Frame
 from farcall.serialize import policy
@@ -135,6 +136,7 @@ def write_value(frame: Frame, value: Any, peer: Any = None) -> None:
         frame.message_id = recording.record_send(peer, tensors)
 
 
+@whole
 def _fork_references(frame: Frame, references: list[Any], peer: Any) -> bool:
     """Note the forks of a flat payload's references, in order. False: none is noted; pickle does it, or says why."""
     forks: list[Any] = []
@@ -419,6 +421,7 @@ def _owning(buffer: memoryview) -> Any:
     return pickle.PickleBuffer(bytearray(buffer) if buffer.readonly else buffer)
 
 
+@whole
 def _undo(encoding: Encoding) -> None:
     for undo in reversed(encoding.undo):
         undo()
