@@ -100,8 +100,8 @@ def check_nobody_wronged(cluster: Cluster, seed: int) -> None:
     assert not wronged, f"seed {seed}: {wronged}"
 
 
-def churn(seed: int, size: int, events: int, span_s: float) -> Cluster:
-    cluster = Cluster(seed, size, loss=LOSS)
+def churn(seed: int, size: int, events: int, span_s: float, options: MembershipOptions | None = None) -> Cluster:
+    cluster = Cluster(seed, size, options, loss=LOSS)
     changes = Churn(cluster, size, events, span_s)
     run(cluster, seed, span_s + changes.death_s + 1)
     check_nobody_wronged(cluster, seed)

@@ -67,6 +67,12 @@ the side with the lowest rank. The loser is expelled, and names the winner to so
 ends before a verdict does no harm. If it ends amid the verdicts, all members declared dead have to go, on either side:
 a verdict is final.
 
+**Groups with a table** (`farcall.allow`, ``MembershipOptions.is_guarded``). Members may be hostile to each other
+there, so one's word ends nobody (`accusations.py`), and nobody gets a living member's name by saying so, nor a dead
+one's for ``name_kept_s``. Who gets an obituary from one member alone holds that one for dead. So such a group heals
+less well: after several splits, two members may stay dead to each other while others reach both. In a group of more
+than 32 members each dials a dead one itself.
+
 **Coming back.** An expelled incarnation ends, and its node joins again with its name and rank as another incarnation:
 first through the member that expelled it (``Expelled.by``), else through members that it knew, the lowest rank first,
 so that many meet at one. A newcomer also gets the records of the dead, so that survivors can look for them. A node that

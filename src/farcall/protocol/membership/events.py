@@ -46,6 +46,8 @@ class MembershipOptions(msgspec.Struct, frozen=True):
         unresponsive_s: how long a member may be unresponsive, though its host answers, before it is declared dead;
             None: for ever.
         full_mesh: up to this many members, each keeps in touch with all others (`neighbours.py`).
+        accusers: how many others have to say that a member has ended, where this one has not found so itself.
+        name_kept_s: how long nobody gets the name or rank of a member that died.
     """
 
     probe_interval_s: float = 1.0
@@ -55,6 +57,8 @@ class MembershipOptions(msgspec.Struct, frozen=True):
     remember_s: float = 3600.0
     unresponsive_s: float | None = None
     full_mesh: int = FULL_MESH
+    accusers: int = 1
+    name_kept_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("probe_interval_s", "probe_timeout_s", "suspicion_s", "remember_s"):
@@ -63,6 +67,11 @@ class MembershipOptions(msgspec.Struct, frozen=True):
                 raise ValueError(f"{name} must be a finite number of seconds, more than 0, not {value!r}")
         if self.indirect_probes < 1:
             raise ValueError(f"indirect_probes must be at least 1, not {self.indirect_probes}")
+
+    @property
+    def is_guarded(self) -> bool:
+        """May members be hostile to each other? Then one's word about another is not enough (`accusations.py`)."""
+        return self.accusers > 1
 
     @property
     def gossip_interval_s(self) -> float:

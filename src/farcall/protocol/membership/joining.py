@@ -103,6 +103,11 @@ class Admissions:
                 self._on_join(member, now)
             case Introduction(member) if member.incarnation == sender:
                 self._take_in(member, now)
+                rivals = self._table.rivals(member) if self._options.is_guarded else []
+                if rivals and (decision := self._contest(member, rivals, now)) is not None:
+                    # Two arbiters gave out one name. Whom two members refuse joins again.
+                    lowest = self._table.lowest_rank().rank
+                    self._outbox.send(sender, Obituary(sender, decision.why_not, self._table.size, lowest))
             case Forward(member):
                 decision = self.decide(member, now)
                 if decision is not None:
@@ -131,6 +136,14 @@ class Admissions:
             )
             self._outbox.send(member.incarnation, JoinAnswer(updates))
 
+    def is_free(self, member: Member, now: float) -> bool:
+        """Has nobody the name or rank of ``member``, nor had it until lately? Probe whoever has it."""
+        rivals = self._table.rivals(member)
+        for rival in rivals:
+            if rival.incarnation != self._table.me:
+                self._prober.start(rival.incarnation, now)
+        return not rivals and not self._table.is_kept(member, now - self._options.name_kept_s)
+
     def _confirm(self, member: Member, now: float) -> bool:
         """Take in a newcomer with an offer, unless its place has been given to another since."""
         if self._table.member(member.incarnation) is None:
@@ -138,6 +151,8 @@ class Admissions:
                 if rival.admission >= member.admission:
                     self._outbox.send(member.incarnation, Decision(member, _why_not(member, rival)))
                     return False
+            if self._options.is_guarded and not self.is_free(member, now):
+                return False
             self._take_in(member, now)
         return True
 
@@ -152,6 +167,8 @@ class Admissions:
         rivals = self._table.rivals(member)
         if rivals:
             return self._contest(member, rivals, now)
+        if self._table.is_kept(member, now - self._options.name_kept_s):
+            return None
         self._contests.pop(member.incarnation, None)
         return self._offer(member, now)
 

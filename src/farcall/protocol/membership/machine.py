@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from farcall.protocol.member import PROCESS_ENDED, REFUSED, Member
 from farcall.protocol.membership import events
+from farcall.protocol.membership.accusations import Accusations
 from farcall.protocol.membership.events import Effect, Event, MembershipOptions, Randomness
 from farcall.protocol.membership.joining import Admissions, Farewell, Newcomer, NewcomerMessage, end_of, loser_of
 from farcall.protocol.membership.messages import (
@@ -108,9 +109,10 @@ class MembershipMachine:
         self._outbox = Outbox(self.table, self._gossip)
         shared = Shared(options, randomness, self.table, self._timers, self._outbox)
         self._prober = Prober(shared, self._conclude)
+        self._accusations = Accusations(self.table, options.accusers)
         self._suspicions = Suspicions(shared, self._prober)
         self._spreading = Spreading(shared, self._gossip)
-        self._obituaries = Obituaries(shared, self._expel)
+        self._obituaries = Obituaries(shared, self._accusations, self._expel)
         self._admissions = Admissions(shared, self._prober, self._take_in, is_fixed=is_fixed)
         self._newcomer = Newcomer(shared, self._admit, self._refuse)
         self._farewell = Farewell(shared, self._depart)
@@ -301,14 +303,21 @@ class MembershipMachine:
         entries, heard = self.table.entries, self._gossip.heard
         for update in updates:
             entry, claim = entries.get(update.incarnation), precedence(update.status, update.version)
-            if entry is None or claim > entry.precedence:
-                if update.incarnation == self.me:
+            if (entry is None or claim > entry.precedence) and not self.table.is_leap(update):
+                if update.status >= Status.DEAD and not self._accusations.convince(sender, update.incarnation):
+                    self._doubt(update.incarnation, now)
+                elif update.incarnation == self.me:
                     self._hear_of_myself(update, now)
                 else:
                     self._apply(update, now)
                 if not self._is_up:
                     return
             heard(update.incarnation, claim, sender)
+
+    def _doubt(self, incarnation: int, now: float) -> None:
+        """Somebody says that ``incarnation`` has ended: find out."""
+        if self.table.member(incarnation) is not None and incarnation != self.me:
+            self._prober.start(incarnation, now)
 
     def _hear_of_myself(self, update: Update, now: float) -> None:
         if update.status >= Status.DEAD:
@@ -326,6 +335,8 @@ class MembershipMachine:
         ``own``: this member found it out itself. ``alone``: it heard nobody at all meanwhile, so keep it from others.
         """
         if update.status < Status.DEAD and update.member is not None and update.incarnation not in self.table.entries:
+            if self._options.is_guarded and not self._admissions.is_free(update.member, now):
+                return  # it will be told again, or introduce itself
             update = self._settle_claims(update, update.member, now)
             if not self._is_up:
                 return
@@ -353,6 +364,7 @@ class MembershipMachine:
             self._suspicions.end(incarnation)
         elif change is Change.DIED or change is Change.LEFT:
             self._suspicions.end(incarnation)
+            self._accusations.drop(incarnation)
             self._prober.exclude(incarnation)
             if change is Change.LEFT:
                 tell(events.MemberLeft(member, update.why))
@@ -388,7 +400,10 @@ class MembershipMachine:
             return
         if outcome is Outcome.DENIED:
             self._declare_dead(probe, f"{REFUSED}: {probe.why}", now, is_there=False)
-        elif outcome is Outcome.FAILED:
+            return
+        if outcome is Outcome.ANSWERED:
+            self._accusations.drop(incarnation)
+        if outcome is Outcome.FAILED:
             if probe.last and self._suspicions.stands(incarnation):
                 why = self._suspicions.verdict(incarnation, now)
                 if why:
@@ -423,8 +438,11 @@ class MembershipMachine:
             # The sender was cut off, or has not heard of us yet. Our Ack tells it that we live, even where we are dead
             # in its table.
             self._outbox.send(sender, Ack(()))
-        elif message.incarnation == self.me:
+        elif message.incarnation == self.me and self._accusations.convince(sender, self.me):
             self._expel(message.why, sender)
+        elif message.incarnation == self.me:
+            # It talks to us no more. If it is right, another one will say so; if it is not, it is the one that goes.
+            self._apply(Update(sender, Status.DEAD, 0, None, "it holds this member for dead"), now, alone=True)
 
     def _expel(self, why: str, by: int = 0) -> None:
         if self._move(events.Expelled):

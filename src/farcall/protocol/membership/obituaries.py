@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from farcall.protocol.member import Member
+from farcall.protocol.membership.accusations import Accusations
 from farcall.protocol.membership.messages import Message, Obituary, Resurfaced, Status
 from farcall.protocol.membership.news import Shared
 
@@ -27,9 +28,10 @@ OTHER_PART: Final = "the cluster was split, and it belongs to the other part"
 class Obituaries:
     """One member's dealings with the incarnations that are dead to it."""
 
-    def __init__(self, shared: Shared, expel: Callable[[str, int], None]) -> None:
+    def __init__(self, shared: Shared, accusations: Accusations, expel: Callable[[str, int], None]) -> None:
         self._options, self._random, self._table = shared.options, shared.random, shared.table
         self._timers, self._outbox = shared.timers, shared.outbox
+        self._accusations = accusations
         self._expel = expel
         # Mutable: the incarnations to try again.
         self._fallen: list[int] = []  # dead, and members before: after a partition they come back
@@ -89,6 +91,8 @@ class Obituaries:
         if self._outweighs(sender, message):
             self.tell(sender, why)
             return
+        if not self._accusations.convince(sender, self._table.me):
+            return
         friends = sorted(self._table.neighbours())
         for friend in self._random.sample(friends, min(RESURFACED_FANOUT, len(friends))):
             self._outbox.send(friend, Resurfaced(sender))
@@ -119,7 +123,7 @@ class Obituaries:
             return
         if message.hinted or self._outweighs(sender, message):
             self.tell(sender, OTHER_PART)
-        else:
+        elif not (self._options.is_guarded and self._table.others):  # any number of strangers can be made up
             self._give_way(sender, message)
 
     def on_resurfaced(self, incarnation: int) -> None:

@@ -22,6 +22,7 @@ from farcall.protocol.membership.messages import BUCKETS, Status, Update, preced
 from farcall.protocol.membership.neighbours import FULL_MESH, Neighbours
 
 _WORD = (1 << 63) - 1
+MAX_LEAP = 1 << 20
 
 
 class Change(Enum):
@@ -155,6 +156,24 @@ class Table:
             for incarnation in incarnations
             if incarnation is not None and (rival := self.entries[incarnation].member) is not None
         ]
+
+    def is_kept(self, member: Member, since: float) -> bool:
+        """Has another incarnation with the name or rank of ``member`` died ``since``?"""
+        for ended_at, incarnation in reversed(self._ended):
+            if ended_at <= since:
+                break
+            entry = self.entries[incarnation]
+            dead = entry.member if entry.status is Status.DEAD else None
+            if dead is not None and (dead.name == member.name or dead.rank == member.rank):
+                return True
+        return False
+
+    def is_leap(self, update: Update) -> bool:
+        """Does ``update`` use up numbers that honest members will never reach, so that nobody could go above them?"""
+        entry, member = self.entries.get(update.incarnation), update.member
+        version = 0 if entry is None else entry.version
+        admission = 0 if member is None else member.admission
+        return update.version > version + MAX_LEAP or admission > self.highest_admission + MAX_LEAP
 
     def lowest_rank(self, *, trusted_only: bool = False) -> Member:
         """The member of the lowest rank, perhaps this one; ``trusted_only`` leaves out unresponsive members."""

@@ -27,8 +27,13 @@ from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.link import Link
+from farcall.serialize.allowance import INSTALLED
 
 logger: logging.Logger = logging.getLogger("farcall")
+
+
+ACCUSERS = 2
+"""How many members have to say that another is dead, in a group whose members do not trust each other with code."""
 
 
 def chosen(options: RpcBackendOptions) -> MembershipOptions:
@@ -40,6 +45,8 @@ def chosen(options: RpcBackendOptions) -> MembershipOptions:
         options.membership.indirect_probes,
         unresponsive_s=options.membership.unresponsive_s,
         full_mesh=options.membership.full_mesh,
+        accusers=1 if INSTALLED.allowance is None else ACCUSERS,
+        name_kept_s=0.0 if INSTALLED.allowance is None else options.membership.reconnect_s,
     )
 
 
@@ -158,6 +165,11 @@ class FailureDetector:
         """Is ``incarnation`` a known member, neither dead nor gone? From any thread."""
         status = self.status_of(incarnation)
         return status is not None and status < Status.DEAD
+
+    @property
+    def is_guarded(self) -> bool:
+        """May members be hostile to each other? From any thread."""
+        return self._options.is_guarded
 
     def neighbours(self) -> frozenset[int]:
         """The members that this one keeps in touch with. On the I/O thread, or before that hears of members."""

@@ -270,4 +270,7 @@ class Dispatcher:
         self._leaving.on_message(peer, message)
 
     def _on_news(self, peer: RemotePeer, message: Message) -> None:
-        self._watch().on_message(peer.incarnation, message)
+        watch = self._watch()
+        if peer.known or not watch.is_guarded or not watch.is_member(peer.incarnation):
+            watch.on_message(peer.incarnation, message)
+        # else another connection is that member's: whoever knows the secret can say that this one is, too

@@ -11,6 +11,7 @@ from tests.kit.clock import Clock
 
 from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.frames import REQUEST, RESPONSE, Frame
+from farcall.protocol.membership.messages import Gossip
 from farcall.protocol.notes import Notes, encode_notes
 from farcall.protocol.references.messages import Fork
 from farcall.runtime.calls.executor import Executor
@@ -144,3 +145,21 @@ def test_malformed_notes_are_one_line_of_the_log_and_no_traceback(
     [record] = caplog.records
     assert record.exc_info is None
     assert "cannot read a message from w1: " in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("is_known", "is_member", "is_heard"), [(True, True, True), (False, True, False), (False, False, True)]
+)
+def test_news_in_the_name_of_a_member_that_has_another_connection_are_not_believed(
+    callee: Callee, is_known: bool, is_member: bool, is_heard: bool
+) -> None:
+    """Where members may be hostile: whoever knows the secret can connect in the name of any of them."""
+    heard: list[object] = []
+    callee.dispatcher._watch = lambda: SimpleNamespace(  # type: ignore[assignment, return-value]
+        is_guarded=True,
+        is_member=lambda incarnation: is_member,
+        on_message=lambda sender, message: heard.append(message),
+    )
+    peer: Any = SimpleNamespace(known=is_known, incarnation=1)
+    callee.dispatcher._on_news(peer, Gossip(()))
+    assert bool(heard) is is_heard
