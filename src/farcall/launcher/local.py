@@ -8,6 +8,7 @@ import os
 from farcall.launcher.commands import CommandEngine, Spawned
 from farcall.launcher.engine import EngineError, WorkerSpec
 from farcall.launcher.fork_server import ForkServer
+from farcall.launcher.mps import MpsDaemon
 
 
 class LocalEngine(CommandEngine):
@@ -15,8 +16,10 @@ class LocalEngine(CommandEngine):
 
     driver_host: str | None = "127.0.0.1"
 
-    def __init__(self) -> None:
+    def __init__(self, mps: bool = False) -> None:
+        """``mps``: they use a GPU at the same time, by a daemon of NVIDIA's that ends with them."""
         super().__init__()
+        self._mps = MpsDaemon() if mps else None
         self._server = ForkServer()
 
     def running_detail(self, spec: WorkerSpec) -> str:
@@ -60,6 +63,8 @@ class LocalEngine(CommandEngine):
         # Workers inherit the environment of the server's start: variables set since then travel with the spec.
         news = {name: text for name, text in os.environ.items() if self._server.environment.get(name) != text}
         news["LOCAL_RANK"] = str(spec.rank)
+        if self._mps is not None:
+            news |= self._mps.environment
         return super().line(dataclasses.replace(spec, environment={**news, **spec.environment}))
 
     def close(self) -> None:
@@ -67,3 +72,5 @@ class LocalEngine(CommandEngine):
             super().close()
         finally:
             self._server.close()
+            if self._mps is not None:
+                self._mps.close()

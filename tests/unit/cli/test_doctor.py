@@ -54,6 +54,12 @@ def test_memory() -> None:
     assert left > 0
 
 
+def test_processes_on_one_gpu_take_turns_without_mps() -> None:
+    [turns], [together] = machine.gpus(2, is_served=False), machine.gpus(2, is_served=True)
+    assert (turns.state, together.state, machine.gpus(0, is_served=False)) == ("note", "ok", [])
+    assert "nvidia-cuda-mps-control -d" in turns.advice
+
+
 def test_secret() -> None:
     found = machine.secret(RpcBackendOptions(secret="this is long enough"))
     assert (found.state, "19 bytes" in found.found, "long enough" in found.found) == ("ok", True, False)

@@ -16,7 +16,10 @@ from contextlib import closing
 from importlib.metadata import version
 from time import monotonic
 
+import torch
+
 from farcall import __version__
+from farcall.channel import mps
 from farcall.channel.segments import Segment, why_not_shared
 from farcall.cli.doctor.finding import Finding, note, ok, wrong
 from farcall.errors import InitError
@@ -60,17 +63,18 @@ def look_at_machine(options: RpcBackendOptions, store_host: str | None) -> list[
         memory(options.memory.shared_memory_limit_bytes, memory_left()),
         descriptors(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         ports(),
+        *gpus(torch.cuda.device_count() if torch.version.cuda else 0, mps.is_served()),
     ]
 
 
 def versions() -> Finding:
     """The versions of farcall and of everything below it."""
-    torch = version("torch")
+    torch_version = version("torch")
     found = (
-        f"farcall {__version__}, torch {torch}, msgspec {version('msgspec')}, "
+        f"farcall {__version__}, torch {torch_version}, msgspec {version('msgspec')}, "
         f"Python {platform.python_version()}, {platform.system()} {platform.release()}"
     )
-    numbers = tuple(int(number) for number in re.findall(r"\d+", torch)[:2])
+    numbers = tuple(int(number) for number in re.findall(r"\d+", torch_version)[:2])
     if numbers < OLDEST_TORCH:
         return wrong("versions", found, "farcall needs torch 2.6 or later: pip install 'torch>=2.6'")
     if not sys.platform.startswith("linux"):
@@ -305,3 +309,16 @@ def ports() -> Finding:
     if last - first < FEW_PORTS:
         return note("ports", found, "these are few for many connections: widen net.ipv4.ip_local_port_range")
     return ok("ports", f"{found}; firewalls between hosts must let these through")
+
+
+def gpus(count: int, is_served: bool) -> list[Finding]:
+    """Do processes that share a device take turns? Nothing about a machine without one of NVIDIA's."""
+    if not count:
+        return []
+    if is_served:
+        return [ok("GPUs", f"{count}; by NVIDIA's MPS, processes compute on one at the same time")]
+    found = (
+        f"{count}; processes that compute on the same one take turns, and calls with its tensors take two to three "
+        "times as long as with NVIDIA's MPS"
+    )
+    return [note("GPUs", found, f"where workers share one: {mps.REMEDY}")]

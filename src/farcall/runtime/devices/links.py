@@ -76,6 +76,9 @@ class LinksNode(Protocol):
     pool: DevicePool
     host: Host
 
+    def on_shared(self, device: int, peer: str) -> None:
+        """A peer computes on this device."""
+
 
 class Borrower(Protocol):
     """A part of the node that keeps memory of a peer's device open."""
@@ -335,6 +338,7 @@ class DeviceLink:
                 self._api.open(export, device)
                 self._api.open_event(handle, device)
                 self._segments.devices[message.device] = device
+                self._node.on_shared(device, self._peer.info.name)
         except Exception as error:
             why_not = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         assert isinstance(self._peer, RemotePeer)

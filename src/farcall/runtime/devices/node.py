@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from farcall.channel import mps
 from farcall.channel.device_api import DEFAULT_STREAM, CudaApi, DeviceApi, current_stream, current_stream_id
 from farcall.channel.device_memory import DevicePool, PoolStats
 from farcall.options import RpcBackendOptions
@@ -42,6 +43,7 @@ class NodeDevices:
         self.answers: StreamPool = StreamPool(self.devices, ordered=False)
         """Streams for reading answers that no thread waits for yet."""
         self._lock = threading.Lock()
+        self._told = False  # that a device of ours has another process
         self._named: set[str] = set(options.devices)
         for pairs in options.device_maps.values():
             self._named.update(pairs)
@@ -99,6 +101,18 @@ class NodeDevices:
         if message.automatic:
             names += [f"cuda:{number}" for number in range(torch.cuda.device_count())]
         self.add(names)
+
+    def on_shared(self, device: int, peer: str) -> None:
+        """A peer computes on this device; told once, if it is one of ours and they take turns."""
+        if not self._told and torch.device("cuda", device) in self.devices and not mps.is_served():
+            self._told = True
+            logger.warning(
+                "%s and %s compute on one GPU and take turns there: calls with its tensors take two to three times as "
+                "long as with NVIDIA's MPS; %s",
+                self.name,
+                peer,
+                mps.REMEDY,
+            )
 
     def on_default_streams(self, function: Callable[[], None]) -> None:
         """Run ``function`` on the default streams, after the work on the current streams and before their next work.

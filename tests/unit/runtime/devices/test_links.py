@@ -35,6 +35,7 @@ class Pair:
         self.api = FakeApi()
         self.wakes: list[bool] = []
         self.later: list[Any] = []
+        self.shared: list[tuple[int, str]] = []
         self.sender, self.receiver = (self._link(name, views) for name in ("sender", "receiver"))
         self.receiver._segments.devices[0] = 0
 
@@ -45,6 +46,7 @@ class Pair:
             api=self.api,
             pool=DevicePool(self.api, 1 << 30),
             host=SimpleNamespace(on_release=self.wakes.append, write_later=self.later.append),
+            on_shared=lambda device, peer: self.shared.append((device, peer)),
         )
         return DeviceLink(node, Other(), {}, automatic=True)  # type: ignore[arg-type]
 
@@ -243,6 +245,7 @@ def test_a_way_is_tried_first_and_then_used_or_not(
     pair.receiver._segments.devices.clear()
     pair.receiver.on_tried(tried)
     assert pair.receiver.here(0) == (3 if visible else None)
+    assert pair.shared == ([(3, answering.info.name)] if visible else [])
     (answer,) = answering.told
     assert isinstance(answer, messages.DeviceOpened)
     pair.sender.on_opened(answer)
