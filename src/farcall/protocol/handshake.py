@@ -366,6 +366,7 @@ class Handshake:
             RefusalReason.OTHER_CLUSTER: f"; this node is in cluster {self._me.cluster_id!r}",
             RefusalReason.OTHER_TRUST: _SAME_TRUST,
             RefusalReason.ENCRYPTION: f", which only one end has: {_SAME_ENCRYPTION}",
+            RefusalReason.OTHER_HOST: "; the certificate of this node does not name what was dialled",
             RefusalReason.WRONG_PEER: f"; this node is {self._me.member.name!r}",
         }.get(reason, "")
         return Refused(f"the peer refused this connection: {reason.value}{advice}", reason)

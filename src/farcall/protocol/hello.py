@@ -194,6 +194,7 @@ class RefusalReason(StrEnum):
     OTHER_TRUST = "other trust"
     WRONG_SECRET = "wrong secret"
     ENCRYPTION = "encryption"
+    OTHER_HOST = "other host"
     # The listener dials the dialer at the same moment: one connection is enough. Or it is about to become a member, and
     # lets newcomers ask again.
     CROSSED = "crossed"

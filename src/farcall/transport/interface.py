@@ -101,6 +101,8 @@ class Transport(ABC):
     binding: bytes = b""
     #: the names in the peer's certificate, if the options bind names to certificates; else None
     peer_names: frozenset[str] | None = None
+    #: why the peer's certificate is not that of the host that was dialled; empty: it is, or need not be
+    wrong_host: str = ""
     #: bytes of a partly sent record: `send` has not counted them as taken, but they can no longer be withdrawn
     pending_bytes: int = 0
     #: bytes of an incomplete record, which cannot be delivered before more arrive

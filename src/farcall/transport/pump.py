@@ -96,23 +96,25 @@ class Pump:
                 return False
             except ssl.SSLError as error:
                 raise self._failed(error) from error
-            self._check_host()
             self._barren_bytes = 0
             self.is_ready = True
         return True
 
-    def _check_host(self) -> None:
-        """Here, and not by ``ssl``, which does not tell what the certificate names instead."""
-        if self._host is None:
-            return
+    @property
+    def wrong_host(self) -> str:
+        """Why the peer's certificate is not that of the host that was dialled; empty: it is, or need not be.
+
+        Not left to ``ssl``, which does not tell what the certificate names instead.
+        """
         names = self._names()
-        if not any(_names_host(kind, name, self._host) for kind, name in names):
-            found = ", ".join(name for _, name in names) or "nothing"
-            raise TlsFailed(
-                f"its certificate names {found}, and not {self._host}, which was dialled: make it again with farcall "
-                f"certificates DIR HOST={self._host}, have that member advertise a name that it has (option "
-                "`advertise`), or give all members TlsOptions(check_hosts=False)"
-            )
+        if self._host is None or any(_names_host(kind, name, self._host) for kind, name in names):
+            return ""
+        found = ", ".join(name for _, name in names) or "nothing"
+        return (
+            f"its certificate names {found}, and not {self._host}, which was dialled: make it again with farcall "
+            f"certificates DIR HOST={self._host}, have that member advertise a name that it has (option `advertise`), "
+            "or give all members TlsOptions(check_hosts=False)"
+        )
 
     def _names(self) -> list[tuple[str, str]]:
         shown: Any = self._object.getpeercert() or {}

@@ -81,6 +81,10 @@ class TlsTransport(Transport):
     def peer_names(self) -> frozenset[str] | None:  # type: ignore[override]
         return self._pump.peer_names if self._names else None
 
+    @property
+    def wrong_host(self) -> str:  # type: ignore[override]
+        return self._pump.wrong_host
+
     # ------------------------------------------------------------------ bytes
 
     def send(self, buffers: Sequence[Buffer], descriptors: Sequence[int] = ()) -> int:
@@ -173,9 +177,8 @@ class TlsTransport(Transport):
         if self._pump.is_ready or self._shake():
             return True
         if self._is_ended and not self._was_knocked_at():
-            raise TransportBroken(
-                "the other end closed the connection where TLS was due; its log says why (is it an older farcall?)"
-            )
+            guess = "" if self._pump.is_listener else " (is it an older farcall?)"
+            raise TransportBroken(f"the other end closed the connection where TLS was due; its log says why{guess}")
         return False
 
     def _was_knocked_at(self) -> bool:

@@ -22,6 +22,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import Final
@@ -301,6 +302,8 @@ class Dialler:
                 self._proving = self._has_proof = False
                 reason = error.reason if isinstance(error, Refused) else None
                 outcome = Outcome.REJECTED if reason is None else _OUTCOMES.get(reason, Outcome.REJECTED)
+                if reason is RefusalReason.OTHER_HOST and goal not in (Goal.START, Goal.JOIN):
+                    outcome = Outcome.SILENT  # as below
                 if outcome is Outcome.ELSEWHERE and (target.is_near or kind in WITHIN_THE_HOST):
                     outcome = Outcome.ANOTHER
                 return Found(outcome, "" if outcome is Outcome.CROSSED else str(error), error=error)
@@ -359,6 +362,10 @@ def prove(
         return _prove(transport, name or "the peer", handshake, deadline, before_proof)
     except NotEncrypted as error:
         raise handshake.unencrypted(error.first_bytes) from None
+    except Refused as refusal:
+        with suppress(TransportError):
+            transport.send((refusal.farewell,))
+        raise
 
 
 def _prove(
@@ -368,10 +375,11 @@ def _prove(
     buffer = bytearray(64 * 1024)
     while True:
         while outgoing:
-            taken = transport.send((outgoing,))
-            outgoing = outgoing[taken:]
-            if not taken and not transport.wait_writable(max(0.0, deadline - monotonic())):
+            if not transport.wait_writable(max(0.0, deadline - monotonic())):
                 raise DialFailed(f"{name} does not read while {handshake.state.value}")
+            if transport.wrong_host:
+                raise refuse(RefusalReason.OTHER_HOST, f"{name}: {transport.wrong_host}")
+            outgoing = outgoing[transport.send((outgoing,)) :]
         if not _wait_readable(transport, deadline):
             raise DialFailed(f"{name} does not answer while {handshake.state.value}")
         count = transport.receive_into(memoryview(buffer))

@@ -292,11 +292,12 @@ class PeerListener:
 
     def _tell(self, reason: str, transport: Transport) -> None:
         """Log a refusal, once for each reason and host: a port scanner must not fill the disk."""
-        level, known = logging.DEBUG, (reason, transport.peer_host)
+        host = transport.peer_host  # known when the connection is not there any more
+        level, known = logging.DEBUG, (reason, host)
         if known not in self._told and len(self._told) < MAX_TOLD:
             self._told.add(known)
             level = logging.WARNING
-        logger.log(level, "refused a connection (%s): %s", transport.describe(), reason)
+        logger.log(level, "refused a connection from %s: %s", host or transport.describe(), reason)
 
     def _show_out_late(self, now: float) -> float:
         """Dismiss guests that are late with their proof, listen again; returns the next guest's deadline."""
@@ -324,7 +325,7 @@ class PeerListener:
 
 
 def _check_way(transport: Transport, peer: Hello) -> None:
-    """Raise if a peer dialled a unix address, which it does not seal, but came over a network: through a relay."""
+    """Raise if a peer dialled a unix address, which no TLS is over, but came over a network: through a relay."""
     if peer.dialled.startswith("unix:") and transport.kind != "unix":
         raise refuse(
             RefusalReason.WRONG_ADDRESS,

@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
-from tests.kit.memory_transport import FRESH
+from tests.kit.memory_transport import FRESH, MemoryTransport
 from tests.kit.waiting import wait_until
 
 from farcall.protocol.backoff import Backoff
@@ -248,6 +248,16 @@ def test_a_dial_that_was_not_even_greeted_is_withdrawn_before_the_next_attempt(
     assert dialler.withdraw(even_if_proving=False)
     go_on.set()
     dialler.join(PATIENCE_S)
+
+
+def test_a_member_that_was_connected_is_dialled_on_though_its_certificate_names_another_host(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be about to get a better one."""
+    wrongs = ["its certificate names another", ""]
+    monkeypatch.setattr(MemoryTransport, "wrong_host", property(lambda self: wrongs.pop(0) if wrongs[1:] else ""))
+    Attempts(host.door.addresses).back.get(timeout=PATIENCE_S)[0].close()
+    assert wrongs == [""]
 
 
 def test_the_target_is_told_to_have_our_proof_once_it_has_greeted_us(host: Host) -> None:

@@ -200,6 +200,7 @@ def test_who_does_not_encrypt_is_told_so_once_for_each_reason_and_host(
             assert bool(count) is said.startswith(MAGIC)
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(told) == 4
+    assert sum("from 10.0.0.1: " in line for line in told) == 2
     assert sum("FARCALL_ENCRYPTION=off" in line for line in told) == 2
     assert "FARCALL_ENCRYPTION=off" in hall.door.refusals["guest"]
     assert hall.door.refused_hosts.keys() == {"10.0.0.1", "10.0.0.2"}
