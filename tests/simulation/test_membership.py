@@ -507,12 +507,13 @@ def test_who_leave_together_have_left_and_are_not_dead(seed: int) -> None:
     cluster.check_converged()
 
 
+@pytest.mark.parametrize("size", [3, 8, 40])
 @seeds(5, 100)
-def test_the_last_one_of_three_takes_longer_but_decides(seed: int) -> None:
-    cluster = Cluster(seed, 3)
+def test_who_hears_nobody_takes_longer_but_decides(seed: int, size: int) -> None:
+    cluster = Cluster(seed, size)
     run(cluster, seed, 2)
-    victims = cluster.random.sample(cluster.members(), 2)
-    bound_s = 5 * cluster.options.death_bound_s(3)
+    victims = cluster.random.sample(cluster.members(), size - 1)
+    bound_s = cluster.options.cut_off_bound_s(size)
     for victim in victims:
         cluster.end(victim, Process.SILENT)
         cluster.expect_end_known(victim, bound_s)

@@ -17,6 +17,8 @@ MAX_ADDRESSES: Final = 16
 PROCESS_ENDED: Final = "its process has ended (its own output may say why)"
 REFUSED: Final = "its process has ended, or the network lets nobody connect to it"
 """The reason of a death, for users, if nobody listens at the member's addresses any more. Logs name the addresses."""
+HOST_SILENT: Final = "its host does not answer, and nobody has heard from it for long"
+"""The reason of a death that may be this node's own: who is cut off from the others finds them all so."""
 
 Incarnation: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Trust: TypeAlias = Literal["code", "calls", "data"]

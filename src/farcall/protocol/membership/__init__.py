@@ -105,18 +105,20 @@ node may end by itself, and no member knows which nodes share a process.
     all know of a join or a leave    (log2(n)/2 + 2) * probe_interval_s                                      news
     all know of a host that is gone  suspicion_s + 4 * probe_timeout_s + (log2(n) + 8) * probe_interval_s + news
                                      (of more than 32 members: 5 times both)
+    who hears nobody, knows of all   5 * (suspicion_s + 4 * probe_timeout_s) + (log2(n) + 8) * probe_interval_s
+                                     (of more than 32 members: 5 times both)
     nobody is declared dead whose host answers, nor who answers within suspicion_s of when it fell silent
 
 With the defaults and 32 members: 4.5 s and 30 s (typically 1 s and 13 s); 1,000 members: 7 s and 117 s (typically 2 s
 and 18 s). A process killed on a live host is refused, not silent: its death takes the news, and CONFIRMED_S more if no
 member shares its host, or REFUSED_S if no other member is refused. A host that vanishes while its member is already
 unresponsive takes one more suspicion_s. A part of the bound is chance: at 1,000 members nobody probes the dead member
-for log2(n) + 8 intervals with probability e^-18. If the survivors are so few that a member hears nobody, it doubts
-itself first, and takes up to five times as long.
+for log2(n) + 8 intervals with probability e^-18. A member that hears nobody, as the last of several or one that is cut
+off, doubts itself first, and takes up to five times as long: 70 s of three members, 190 s of 1,000.
 
-A verdict reached while a member heard nobody at all counts for that member only, and is not gossiped: the member may
-be cut off, and others would believe it. If it later hears from one of its dead that did not reach the same verdict
-about it, it was wrong, and has to go.
+A verdict reached while a member heard nobody at all holds for all others that were silent as long, counts for that
+member only, and is not gossiped: the member may be cut off, and others would believe it. If it later hears from one of
+its dead that did not reach the same verdict about it, it was wrong, and has to go.
 
 A member doubts itself, too, when its own timers fire late: it then probes again instead of accusing, and is more
 patient for a while. No verdict ever comes without a probe begun after the suspicion's time was over.

@@ -121,6 +121,10 @@ class MembershipOptions(msgspec.Struct, frozen=True):
             + self.news_bound_s(size)
         )
 
+    def cut_off_bound_s(self, size: int) -> float:
+        """The time in which a member of ``size`` that hears nobody any more holds all others for dead."""
+        return 5 * (self.suspicion_s + 4 * self.round_s(size)) + (math.log2(size) + 8) * self.turn_s(size)
+
     def news_bound_s(self, size: int) -> float:
         """The time in which all of ``size`` members learn what one of them knows."""
         return (0.5 * math.log2(size) + 2) * self.probe_interval_s

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, Final
 
-from farcall.protocol.member import PROCESS_ENDED, REFUSED, Member
+from farcall.protocol.member import HOST_SILENT, PROCESS_ENDED, REFUSED, Member
 from farcall.protocol.membership import events
 from farcall.protocol.membership.accusations import Accusations
 from farcall.protocol.membership.events import Effect, Event, MembershipOptions, Randomness
@@ -407,7 +407,10 @@ class MembershipMachine:
             if probe.last and self._suspicions.stands(incarnation):
                 why = self._suspicions.verdict(incarnation, now)
                 if why:
+                    since = self._suspicions.since(incarnation)
                     self._declare_dead(probe, why, now)
+                    if probe.alone and why == HOST_SILENT:
+                        self._give_up_all_silent_since(since, why, now)
                 else:
                     self._suspicions.renew(incarnation, now)
             else:
@@ -425,6 +428,14 @@ class MembershipMachine:
         entry.alone = probe.alone
         if is_there and not probe.alone:
             self._obituaries.tell(entry.incarnation, why)
+
+    def _give_up_all_silent_since(self, since: float, why: str, now: float) -> None:
+        """We heard nobody for so long that one of them is dead to us: so are all who were silent as long."""
+        for incarnation in self.table.others.copy():
+            entry = self.table.entries[incarnation]
+            if entry.heard_at <= since:
+                self._apply(Update(incarnation, Status.DEAD, entry.version, None, why), now, alone=True)
+                entry.alone = True
 
     def _on_entries(self, sender: int, message: Entries, now: float) -> None:
         self._learn(sender, message.updates, now)

@@ -46,6 +46,7 @@ from collections.abc import Callable
 from enum import Enum
 from functools import partial
 
+from farcall.protocol.member import HOST_SILENT
 from farcall.protocol.membership.events import LinkSilent
 from farcall.protocol.membership.messages import Ask, Deny, Status, Vouch
 from farcall.protocol.membership.news import Shared, Turns
@@ -414,10 +415,14 @@ class Suspicions:
         """Why a suspect whose last probe failed is dead; empty: it stays a member."""
         suspicion, bound_s = self._suspicions[incarnation], self._options.unresponsive_s
         if suspicion.host_is_silent:
-            return "its host does not answer, and nobody has heard from it for long"
+            return HOST_SILENT
         if bound_s is not None and now - suspicion.began_at >= bound_s:
             return f"it did not answer for {bound_s:g} s, which the option `unresponsive_s` makes a death"
         return ""
+
+    def since(self, incarnation: int) -> float:
+        """Since when a suspect has had its present time."""
+        return self._suspicions[incarnation].since
 
     def renew(self, incarnation: int, now: float) -> None:
         """Give it all its time again: it was heard, its host answers, or our own observation is doubtful."""
