@@ -82,6 +82,8 @@ class MembershipOptions(_Checked):
             dead. None: for ever; calls to it wait within their own timeouts.
         rejoin: whether this node, if the others declare it dead although it lives, joins again by itself, as a new
             member. If not, or if another member has its place, its calls go on to raise ``Expelled``.
+        return_s: how long a ``shutdown`` in a group of fixed size waits for a way back to the others, where the hosts
+            of half the members or more fell silent: this node may be the one that is cut off. Then it raises.
         full_mesh: up to so many members, every pair keeps a connection. In a larger group each member keeps eight, and
             other pairs are connected while they need it. Give all members the same; more where some cannot be dialled.
     """
@@ -93,11 +95,12 @@ class MembershipOptions(_Checked):
     indirect_probes: int = 3
     unresponsive_s: float | None = None
     rejoin: bool = True
+    return_s: float = 60.0
     full_mesh: int = 32
 
     def __post_init__(self) -> None:
         self._check(check.flag, "rejoin")
-        self._check(check.seconds, "reconnect_s")
+        self._check(check.seconds, "reconnect_s", "return_s")
         self._check(check.some_seconds, "probe_interval_s", "probe_timeout_s", "suspicion_s")
         self._check(check.count, "indirect_probes", "full_mesh")
         if self.unresponsive_s is not None:

@@ -6,6 +6,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
@@ -67,6 +68,7 @@ class Seat:
         self.faults = faults
         self.seen: list[tuple[str, str]] = []
         self.calls: dict[str, tuple[farcall.Future[str], float]] = {}
+        self.ends: list[str] = []
         node.on_member(lambda event: self.seen.append((event.kind, event.worker.name)))
 
     def begin(self, call_id: str, to: str, timeout_s: float) -> None:
@@ -98,6 +100,26 @@ class Seat:
     def ran(self) -> list[str]:
         return ran
 
+    def serve(self) -> None:
+        """As most workers spend their lives: in a shutdown that waits for the others."""
+
+        def wait() -> None:
+            try:
+                self.node.shutdown()
+                self.ends.append("")
+            except RpcError as error:
+                self.ends.append(f"{type(error).__name__}: {error}")
+
+        before = runtime_of(self.node)
+        threading.Thread(target=wait, daemon=True).start()
+        wait_until(lambda: before.leaving.entered)
+
+    def serves_again(self) -> bool:
+        return not self.ends and self.node._lifecycle.state == "leaving"
+
+    def how_it_ended(self) -> list[str]:
+        return self.ends
+
     def running(self) -> bool:
         return runtime_of(self.node).running
 
@@ -110,11 +132,14 @@ class Seat:
 
 @contextmanager
 def member(
-    rank: int, size: int, directory: str, spaces: list[str], is_static: bool
+    rank: int, size: int, directory: str, spaces: list[str], is_static: bool, return_s: float
 ) -> Iterator[Callable[[tuple[Any, ...]], Any]]:
     enter(spaces[rank])
     options = farcall.RpcBackendOptions(
-        init_method=f"file://{directory}/store", advertise=address(rank), transports=("tcp",), membership=QUICK
+        init_method=f"file://{directory}/store",
+        advertise=address(rank),
+        transports=("tcp",),
+        membership=replace(QUICK, return_s=return_s),
     )
     node = farcall.Node(f"w{rank}", rank, size if is_static else None, options)
     faults = Faults()
@@ -157,9 +182,9 @@ def stay_for(seconds: float) -> None:
 
 
 @contextmanager
-def cluster(size: int, is_static: bool = False) -> Iterator[Cluster]:
+def cluster(size: int, is_static: bool = False, return_s: float = BOUND_S) -> Iterator[Cluster]:
     with hosts(size) as network:
-        team = Team(member, size, network.spaces, is_static)
+        team = Team(member, size, network.spaces, is_static, return_s)
         try:
             yield Cluster(team, network)
             network.heal()
@@ -313,6 +338,48 @@ def test_a_host_that_nobody_reaches_is_dead_learns_it_and_finds_back_in(is_stati
             assert found.call(2, f"from the new one to {rank}", f"w{rank}").result
         assert found.ask(2, "ran").count("to the lost") <= (to_the_lost.delivery == "unknown")
         assert "from the lost" not in found.ask(0, "ran")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_that_serves_in_shutdown_and_is_cut_off_comes_back_and_serves_on(size: int) -> None:
+    """It finds all others dead, and so nobody to wait for: to leave now would be the end of it, as if all were done."""
+    with cluster(size, is_static=True) as found:
+        lost, others = size - 1, range(size - 1)
+        found.ask(lost, "serve")
+        for rank in others:
+            found.network.cut(rank, lost)
+        for rank in others:
+            found.wait_for(rank, "dead", f"w{lost}")
+            found.wait_for(lost, "dead", f"w{rank}")
+        found.network.heal()
+        found.wait_for(lost, "rejoined", f"w{lost}")
+        wait_until(lambda: found.ask(lost, "serves_again"))
+        for rank in others:
+            found.wait_for(rank, "joined", f"w{lost}")
+            assert found.call(rank, f"after from {rank}", f"w{lost}").result == f"after from {rank}"
+        for rank in others:
+            found.ask(rank, "serve")
+        for rank in range(size):
+            wait_until(lambda rank=rank: found.ask(rank, "how_it_ended"))  # type: ignore[misc]
+            assert found.ask(rank, "how_it_ended") == [""]
+
+
+def test_one_that_serves_in_shutdown_and_finds_no_way_back_raises() -> None:
+    """So its exit code tells who started it that this is not the end that was wanted."""
+    with cluster(3, is_static=True, return_s=1.0) as found:
+        found.ask(2, "serve")
+        for rank in (0, 1):
+            found.network.cut(rank, 2)
+        wait_until(lambda: found.ask(2, "how_it_ended"))
+        (end,) = found.ask(2, "how_it_ended")
+        assert end.startswith("ShutdownTimeout: w2 left after waiting ")
+        assert end.endswith("for: w0 does not answer, nor does its host; w1 does not answer, nor does its host")
+        assert found.call(0, "goes on", "w1").result == "goes on"
+        for rank in (0, 1):
+            found.ask(rank, "serve")
+        for rank in (0, 1):
+            wait_until(lambda rank=rank: found.ask(rank, "how_it_ended"))  # type: ignore[misc]
+            assert found.ask(rank, "how_it_ended") == [""]
 
 
 def test_a_busy_member_on_another_host_is_not_dead() -> None:

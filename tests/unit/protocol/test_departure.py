@@ -25,6 +25,7 @@ from farcall.protocol.departure.machine import (
     ACKNOWLEDGE_GRACE_S,
     LOST_LINK_GRACE_S,
     MAX_LATE_NAMED,
+    SILENT,
     STATUS_INTERVAL_S,
     Departure,
     DepartureState,
@@ -37,6 +38,8 @@ from farcall.protocol.messages import (
     DepartureReport,
 )
 
+RETURN_S = 60.0
+
 
 class Cluster:
     """Some machines, the messages between them, and what else they asked for."""
@@ -45,7 +48,7 @@ class Cluster:
         """``neighbours``: by rank; None: all are each other's."""
         self.now = 100.0
         members = {rank: f"worker{rank}" for rank in range(count)}
-        self.nodes = {rank: Departure(rank, members) for rank in members}
+        self.nodes = {rank: Departure(rank, members, return_s=RETURN_S) for rank in members}
         for rank, near in (neighbours or {}).items():
             self.nodes[rank] = Departure(rank, members, lambda near=near: near)  # type: ignore[misc]
         self.wire: list[tuple[int, Send]] = []
@@ -80,6 +83,24 @@ class Cluster:
         del self.nodes[rank]
         for other in self.nodes:
             self.feed(other, PeerGone(rank))
+
+    def split(self, *parts: Collection[int]) -> None:
+        """Each part finds the hosts of all others silent."""
+        for part in parts:
+            for other in self.nodes.keys() - part:
+                for rank in part:
+                    self.cut.add(frozenset((rank, other)))
+                    self.feed(rank, PeerGone(other, is_silent=True))
+        self.deliver()
+
+    def come_back(self, rank: int, *others: int) -> None:
+        """As a new process, to ``others``."""
+        self.cut = {pair for pair in self.cut if rank not in pair}
+        self.nodes[rank] = Departure(rank, {rank: f"worker{rank}"}, return_s=RETURN_S)
+        for other in others:
+            self.feed(rank, PeerCame(other, f"worker{other}"))
+            self.feed(other, PeerCame(rank, f"worker{rank}"))
+        self.deliver()
 
     def advance(self, seconds: float) -> None:
         """Turn the clock, stopping at each deadline on the way."""
@@ -294,6 +315,69 @@ def test_who_came_after_a_death_need_not_notice_it() -> None:
     assert isinstance(answer, Send)
     assert isinstance(answer.message, DepartureReport)
     assert answer.message.late == [(2, "has not noticed yet that w1 is gone")]
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_who_seems_cut_off_waits_for_a_way_back_and_then_says_whom_it_missed(is_before: bool) -> None:
+    cluster = Cluster(2)
+    if not is_before:
+        cluster.enter(1)
+    cluster.split({0}, {1})
+    if is_before:
+        cluster.enter(1)
+    cluster.advance(RETURN_S - 0.1)
+    silent = (Late("worker0", SILENT),)
+    assert LogWaiting(silent, 0) in cluster.asked[1]
+    assert cluster.nodes[1].state is DepartureState.WAITING
+    cluster.advance(0.1)
+    assert TimedOut(silent, 0) in cluster.asked[1]
+    assert cluster.nodes[1].state is DepartureState.TIMED_OUT
+
+
+def test_who_waits_for_a_way_back_leaves_with_one_that_has_come_back() -> None:
+    cluster = Cluster(2)
+    cluster.enter(0)
+    cluster.split({0}, {1})
+    cluster.advance(RETURN_S / 2)
+    cluster.come_back(1, 0)
+    cluster.advance(RETURN_S)
+    assert cluster.nodes[0].state is DepartureState.WAITING
+    cluster.enter(1)
+    assert cluster.finished() == {0, 1}
+
+
+def test_most_of_the_members_leave_without_the_rest_which_waits() -> None:
+    cluster = Cluster(3)
+    cluster.enter(2)
+    cluster.split({0, 1}, {2})
+    cluster.enter(0, 1)
+    assert cluster.finished() == {0, 1}
+    cluster.advance(RETURN_S)
+    assert TimedOut((Late("worker0", SILENT), Late("worker1", SILENT)), 0) in cluster.asked[2]
+
+
+def test_those_that_are_cut_off_together_wait_together() -> None:
+    cluster = Cluster(4)
+    cluster.enter(2, 3)
+    cluster.split({0, 1}, {2, 3})
+    silent = (Late("worker0", SILENT), Late("worker1", SILENT))
+    cluster.advance(STATUS_INTERVAL_S)
+    assert LogWaiting(silent, 0) in cluster.asked[2]
+    cluster.advance(RETURN_S)
+    assert TimedOut(silent, 0) in cluster.asked[2]
+    assert cluster.nodes[3].state is DepartureState.TIMED_OUT
+
+
+def test_who_waited_for_a_way_back_goes_on_with_those_that_came() -> None:
+    """The rest may be a moment behind, and gets the same time."""
+    cluster = Cluster(4)
+    cluster.enter(0, 1)
+    cluster.split({0, 1}, {2}, {3})
+    cluster.come_back(2, 0, 1)
+    cluster.enter(2)
+    assert cluster.finished() == set()
+    cluster.advance(RETURN_S)
+    assert cluster.finished() == {0, 1, 2}
 
 
 def test_the_last_one_left_leaves() -> None:

@@ -25,6 +25,11 @@ member that the root holds for gone, but that another member's report includes, 
 lost their link. Two roots do no harm: each releases only members that it has looked at in full. Messages may come
 twice or out of order.
 
+**Cut off.** To a member that is cut off, the hosts of all others fall silent. With nobody left to wait for, it would
+leave at once, as if all were done, while the others go on. So a member is not ready if the hosts of half the members or
+more fell silent: it waits ``return_s`` for a way back, or for the others to come back, and then gives up. Which side of
+a split is cut off is not known, so with two equal sides both wait.
+
 The driver feeds ``LocalIdle`` or ``LocalBusy`` whenever that changed, *before* it hands in a message, and reads the
 counter under the same lock: a stale "idle" is the one thing that could release a busy cluster. An abandoned call should
 count as in flight until its answer arrives or its link ends: its request may still be on the way, and only the caller

@@ -36,9 +36,13 @@ class LocalBusy(msgspec.Struct, frozen=True):
 
 
 class PeerGone(msgspec.Struct, frozen=True):
-    """``rank`` is dead or has left: its link has ended, and everything that it brought has been handled."""
+    """``rank`` is dead or has left: its link has ended, and everything that it brought has been handled.
+
+    ``is_silent``: dead since its host fell silent, as all others are to a node that is cut off.
+    """
 
     rank: int
+    is_silent: bool = False
 
 
 class PeerCame(msgspec.Struct, frozen=True):
@@ -84,7 +88,7 @@ class LogWaiting(msgspec.Struct, frozen=True):
 
 
 class TimedOut(msgspec.Struct, frozen=True):
-    """The timeout of shutdown has passed; this node stops waiting for the others."""
+    """The timeout of shutdown has passed, or that of a way back; this node stops waiting for the others."""
 
     late: tuple[Late, ...]
     unnamed_count: int

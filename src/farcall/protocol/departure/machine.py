@@ -37,6 +37,7 @@ from farcall.protocol.messages import (
 STATUS_INTERVAL_S: Final = 5.0
 NOT_CALLED: Final = "has not called shutdown"
 NO_ANSWER: Final = "does not answer"
+SILENT: Final = "does not answer, nor does its host"
 ACKNOWLEDGE_GRACE_S: Final = 5.0  # all work is done by now: a hung member must not hold up its parent
 LOST_LINK_GRACE_S: Final = 30.0  # far longer than a kernel takes to close the connections of a dead process
 MAX_LATE_NAMED: Final = 32  # keeps messages small in a large cluster
@@ -61,14 +62,22 @@ class Departure:
     """
 
     def __init__(
-        self, my_rank: int, members: Mapping[int, str], neighbours: Callable[[], Collection[int]] | None = None
+        self,
+        my_rank: int,
+        members: Mapping[int, str],
+        neighbours: Callable[[], Collection[int]] | None = None,
+        return_s: float = 0.0,
     ) -> None:
-        # Mutable: all but the rank and ``_neighbours``; only events and deadlines change it.
+        """``return_s``: how long to wait for a way back to those whose hosts fell silent, if they are half or more."""
+        # Mutable: all but the rank, ``_neighbours`` and ``_return_s``; only events and deadlines change it.
         self._my_rank = my_rank
         self._names = dict(members)
         self._peers = set(members) - {my_rank}  # the ranks not known to be gone
         self._neighbours = neighbours or (lambda: self._peers)
         self._gone: set[int] = set()
+        self._return_s = return_s
+        self._silent: set[int] = set()  # of the gone, those whose hosts fell silent
+        self._return_by: float | None = None  # this node seems cut off: how long it waits for a way back
         self._last_loss_at = 0.0
         self._now = 0.0
         self._state = DepartureState.WORKING
@@ -138,7 +147,7 @@ class Departure:
 
     def next_deadline(self) -> float | None:
         """When to call ``handle_deadline``; None: no deadline is set."""
-        deadlines = [time for time in (self._deadline, self._next_tick) if time is not None]
+        deadlines = [time for time in (self._deadline, self._return_by, self._next_tick) if time is not None]
         return min(deadlines, default=None)
 
     def handle_deadline(self, now: float) -> list[Effect]:
@@ -148,8 +157,14 @@ class Departure:
             if self._state is DepartureState.RELEASING:
                 self._finish()
             else:
-                self._effects.append(TimedOut(*self._who_is_late_as_known()))
-                self._stop(DepartureState.TIMED_OUT)
+                self._give_up()
+        elif self._return_by is not None and now >= self._return_by:
+            if self._is_cut_off():
+                self._give_up()
+            else:  # the others are back: go on without the rest
+                self._return_by = None
+                self._silent.clear()
+                self._settle()
         elif self._next_tick is not None and now >= self._next_tick:
             self._on_tick()
         effects, self._effects = self._effects, []
@@ -172,6 +187,7 @@ class Departure:
         self._deadline = self._now + event.timeout_s if event.timeout_s > 0 else None
         # Ask early enough that an error after a short timeout can name the late members, too.
         self._next_tick = self._now + min(STATUS_INTERVAL_S, event.timeout_s / 2 or STATUS_INTERVAL_S)
+        self._look_for_a_way_back()
         self._count_entered()
         self._settle()
 
@@ -180,6 +196,9 @@ class Departure:
         if event.rank in self._peers:
             self._peers.discard(event.rank)
             self._gone.add(event.rank)
+            if event.is_silent:
+                self._silent.add(event.rank)
+                self._look_for_a_way_back()
             self._last_loss_at = self._now
             self._forget(event.rank)
             self._settle()
@@ -189,8 +208,20 @@ class Departure:
         self._names[event.rank] = event.name
         self._peers.add(event.rank)
         self._gone.discard(event.rank)
+        self._silent.discard(event.rank)
+        if not self._silent:
+            self._return_by = None
         self._forget(event.rank)
         self._settle()
+
+    def _is_cut_off(self) -> bool:
+        """Did the hosts of half the members or more fall silent? Then the others may go on without this node."""
+        return len(self._silent) > len(self._peers)
+
+    def _look_for_a_way_back(self) -> None:
+        """If this node seems cut off, wait a while: it may be a member again, and serve those that go on."""
+        if self._state is DepartureState.WAITING and self._return_by is None and self._is_cut_off():
+            self._return_by = self._now + self._return_s
 
     def _forget(self, rank: int) -> None:
         if self._reports.pop(rank, None) is not None:
@@ -305,7 +336,7 @@ class Departure:
                 self._begin_look()
 
     def _is_ready(self) -> bool:
-        is_idle = self._state is DepartureState.WAITING and self._calls_in_flight == 0
+        is_idle = self._state is DepartureState.WAITING and self._calls_in_flight == 0 and self._return_by is None
         return is_idle and not self._unnoticed() and all(report.ready for report in self._reports.values())
 
     def _unnoticed(self) -> list[int]:
@@ -377,9 +408,13 @@ class Departure:
         self._stop(DepartureState.FINISHED)
         self._effects.append(Finished())
 
+    def _give_up(self) -> None:
+        self._effects.append(TimedOut(*self._who_is_late_as_known()))
+        self._stop(DepartureState.TIMED_OUT)
+
     def _stop(self, state: DepartureState) -> None:
         self._state = state
-        self._deadline = self._next_tick = None
+        self._deadline = self._return_by = self._next_tick = None
 
     # --- late members ----------------------------------------------------------------------------------
 
@@ -413,12 +448,14 @@ class Departure:
         elif self._state is DepartureState.WAITING and (unnoticed := self._unnoticed()):
             name = self._names.get(min(unnoticed), f"rank {min(unnoticed)}")
             late.append((self._my_rank, f"has not noticed yet that {name} is gone"))
+        if self._return_by is not None:
+            late += [(rank, SILENT) for rank in self._silent]
         for rank, report in self._reports.items():
             late += report.late
             more += report.unnamed_count
             if self._looked_at is not None and report.round != self._round and not report.late:
                 late.append((rank, NO_ANSWER))
-        late.sort()
+        late = sorted(set(late))  # several may wait for one that is silent
         return late[:MAX_LATE_NAMED], more + max(0, len(late) - MAX_LATE_NAMED)
 
     def _known_status(self) -> DepartureStatus:
@@ -460,7 +497,8 @@ ACTIONS: Final[dict[DepartureState, dict[type, Callable[[Departure, Any], None]]
         DepartureReport: Departure._on_report,
         DepartureStatus: Departure._on_status,
     },
-    # Also: -> releasing when two looks at ready members agree (_settle), -> timed out at the deadline.
+    # Also: -> releasing when two looks at ready members agree (_settle), -> timed out at the deadline, or without a way
+    # back from those that are silent.
     DepartureState.WAITING: _BEFORE_ALL_AGREE
     | {
         DepartureProbe: Departure._on_probe,

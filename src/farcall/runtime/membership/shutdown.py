@@ -97,16 +97,22 @@ class Leaving:
         *,
         send: Callable[[int, DepartureMessage], None],
         neighbours: Callable[[], Collection[int]],
+        fell_silent: Callable[[int], bool],
+        return_s: float,
     ) -> None:
-        """``oldest``: see `Work`. ``neighbours`` returns the ranks that this node has standing links to."""
+        """``oldest``: see `Work`. ``neighbours`` returns the ranks that this node has standing links to.
+
+        ``fell_silent``: is that incarnation dead because its host fell silent? ``return_s``: see `Departure`.
+        """
         # Mutable: the machine, the successors of dead members, what the machine last heard, and the result.
         self._name = names[rank]
-        self._machine = Departure(rank, names, neighbours)
+        self._machine = Departure(rank, names, neighbours, return_s)
         self._loop = loop
         self._timer = loop.timer(self._look)
         self._local_state = local_state
         self._oldest = oldest
         self._send = send
+        self._fell_silent = fell_silent
         self._late_comers: dict[int, int] = {}  # rank -> the incarnation that took the place of a dead member
         self._told: tuple[int, int, str] | None = None
         self._said_serving = False
@@ -118,7 +124,10 @@ class Leaving:
         self.late_names: tuple[str, ...] = ()
 
     def enter(self, timeout_s: float) -> tuple[str, ...]:
-        """Wait until everybody agrees to leave; return the late members if ``timeout_s`` (0: no bound) passes first."""
+        """Wait until everybody agrees to leave; return the late members if ``timeout_s`` (0: no bound) passes first.
+
+        Also if this node was cut off, and found no way back in time: then those whose hosts fell silent.
+        """
 
         def begin() -> None:
             self.entered = True
@@ -156,7 +165,7 @@ class Leaving:
     def on_peer_gone(self, peer: Peer) -> None:
         """The link to ``peer`` has ended; a successor may already have its rank."""
         if self._has_rank(peer):
-            self._handle(events.PeerGone(peer.info.id))
+            self._handle(events.PeerGone(peer.info.id, self._fell_silent(peer.incarnation)))
 
     def _has_rank(self, peer: Peer) -> bool:
         return self._late_comers.get(peer.info.id, peer.incarnation) == peer.incarnation

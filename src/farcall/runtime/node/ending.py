@@ -73,9 +73,11 @@ class Ending:
                 node.successor.shutdown(graceful, timeout_s)
             return
         stop_reading()
-        deadline = monotonic() + timeout_s if timeout_s else NEVER
+        began = monotonic()
+        deadline = began + timeout_s if timeout_s else NEVER
         agreed = False
         late: tuple[str, ...] = ()
+        waited_s = 0.0
         try:
             if graceful:
                 self._serves_on = node.is_static and not timeout_s
@@ -83,6 +85,7 @@ class Ending:
                 if node.is_static:
                     self._drop_store()  # before all agree: afterwards a new store may open at the same port
                 late = leaving.enter(timeout_s)
+                waited_s = round(monotonic() - began, 1)
                 agreed = not late and lifecycle.verdict is None
                 if agreed:
                     node.watch.agreed_to_leave = True
@@ -109,7 +112,7 @@ class Ending:
             raise lifecycle.verdict
         if late:
             raise ShutdownTimeout(
-                f"{node.info.name} left after waiting {timeout_s:g} s for: {'; '.join(late)}", leaving.late_names
+                f"{node.info.name} left after waiting {waited_s:g} s for: {'; '.join(late)}", leaving.late_names
             )
 
     def _drop_store(self) -> None:

@@ -198,6 +198,8 @@ class Runtime:
             work.oldest,
             send=self._tell,
             neighbours=lambda: self.links.peers.neighbours(),
+            fell_silent=lambda incarnation: self.watch.fell_silent(incarnation),
+            return_s=self.options.membership.return_s,
         )
 
     def _tell(self, rank: int, message: DepartureMessage) -> None:

@@ -20,6 +20,7 @@ from farcall.runtime.membership.shutdown import Leaving
 from farcall.runtime.peers.peer import Peer
 
 OTHER = Peer(WorkerInfo("w1", 1), 5, 1)
+RETURN_S = 60.0
 
 
 class StillLoop:
@@ -51,6 +52,7 @@ class Leaver:
         self.oldest = "a call for w1"
         self.other = OTHER
         self.sent: list[tuple[int, DepartureMessage]] = []
+        self.silent: set[int] = set()
         self.leaving = Leaving(
             0,
             {0: "w0", 1: "w1"},
@@ -59,6 +61,8 @@ class Leaver:
             lambda: (self.oldest, time.monotonic() - 3.0),
             send=lambda rank, message: self.sent.append((rank, message)),
             neighbours=lambda: [1],
+            fell_silent=self.silent.__contains__,
+            return_s=RETURN_S,
         )
         self.result: list[tuple[str, ...]] = []
         self.thread = threading.Thread(target=lambda: self.result.append(self.leaving.enter(timeout_s)), daemon=True)
@@ -129,6 +133,8 @@ def test_poke_costs_nothing_while_nobody_leaves() -> None:
         lambda: ("", 0.0),
         send=lambda rank, message: None,
         neighbours=list,
+        fell_silent=lambda incarnation: False,
+        return_s=RETURN_S,
     )
     leaving.poke()
     assert loop.clock.due == NEVER
@@ -146,6 +152,16 @@ def test_timeout_says_who_is_late_and_why() -> None:
     while leaver.loop.clock.due != NEVER:
         leaver.loop.clock.turn_to(leaver.loop.clock.due)
     assert leaver.finished() == ("w1 has not called shutdown",)
+    assert leaver.leaving.late_names == ("w1",)
+
+
+def test_one_that_may_be_cut_off_waits_for_a_way_back_and_then_says_whom_it_missed() -> None:
+    leaver = Leaver()
+    leaver.silent.add(OTHER.incarnation)
+    leaver.leaving.on_peer_gone(OTHER)
+    while leaver.loop.clock.due != NEVER:
+        leaver.loop.clock.turn_to(leaver.loop.clock.due)
+    assert leaver.finished() == ("w1 does not answer, nor does its host",)
     assert leaver.leaving.late_names == ("w1",)
 
 
