@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from functools import cache, partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
@@ -93,7 +94,11 @@ def init_rpc(
 
 
 def allow(
-    functions: Iterable[Any] = (), classes: Iterable[Any] = (), *, trust: Literal["calls", "data"] = "calls"
+    functions: Iterable[Any] = (),
+    classes: Iterable[Any] = (),
+    *,
+    trust: Literal["calls", "data"] = "calls",
+    publishers: Mapping[str, str | Iterable[str]] = MappingProxyType({}),
 ) -> None:
     """Let others call, create and unpickle only these in this process. Call it before this process has a node.
 
@@ -111,10 +116,12 @@ def allow(
         trust: with "calls", arguments are pickles, restricted to the classes named. With "data", this process unpickles
             nothing, whoever sends it: arguments and results are numbers, texts, bytes, tuples, lists, dicts and CPU
             tensors, without classes or references. All members of a group must say the same.
+        publishers: who may publish weights that this process subscribes to: the name of a worker, or several, for each
+            name of weights. What others publish is ignored.
     """
     if STARTED:
         raise RuntimeError("call farcall.allow before init_rpc: the other members already know what this worker serves")
-    restrict(Allowance(functions, classes, trust))
+    restrict(Allowance(functions, classes, trust, publishers))
 
 
 def shutdown(graceful: bool = True, timeout: float | None = None) -> None:

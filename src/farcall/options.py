@@ -270,8 +270,8 @@ class RpcBackendOptions(_Checked):
             Default: ``FARCALL_ENCRYPTION``, else on.
         tls: `TlsOptions`, to encrypt with certificates of your own. Default: ``FARCALL_TLS_CA``, ``FARCALL_TLS_CERT``
             and ``FARCALL_TLS_KEY``, names of files; else each process makes one for itself, in memory.
-        allowed: ``"module:table"``, a dict with the ``functions`` and ``classes``, as `farcall.allow` takes them, that
-            others may call, create and unpickle here. Default: ``FARCALL_ALLOWED``, else everything.
+        allowed: ``"module:table"``, a dict with the arguments of `farcall.allow`: what others may call, create and
+            publish here. Default: ``FARCALL_ALLOWED``, else everything.
         transports: ``"unix"``, ``"tcp"`` or both. Default: ``FARCALL_TRANSPORTS`` (comma separated), else both.
         device_maps: for each callee, from devices here to devices there: ``{"ps": {"cuda:0": "cuda:1"}}``. Devices are
             named, numbered (``0`` is ``"cuda:0"``) or ``torch.device``; also ``"cpu"``. Answers, and gradients, take

@@ -9,17 +9,23 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from tests.kit.team import dynamic_team
+from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
 import farcall
-from farcall.errors import DuplicateName
+from farcall.errors import DuplicateName, NotAllowed
 from farcall.options import MembershipOptions, ObservingOptions, RpcBackendOptions
 from farcall.protocol.membership.events import LinkGivenUp
 from farcall.protocol.membership.messages import Gossip, Obituary, Status, Update
+from farcall.protocol.weights.messages import Claim, ClaimAnswered, NameClosed, VersionPushed
 from farcall.runtime.node import Runtime
 from farcall.serialize.allowance import Allowance
 from farcall.serialize.pickler import restrict
+from farcall.weights.node import Weights
+from farcall.weights.publication import Publication
+from farcall.weights.subscription import Subscription
 
 KEPT_S = 1.0
 
@@ -88,3 +94,80 @@ def test_a_name_is_to_be_had_again_a_while_after_the_death(tmp_path: Path) -> No
         assert seen["joined"] - seen["dead"] >= KEPT_S
         wait_until(lambda: len(second.members()) == 3)
         assert second.rpc_sync("w2", name_of_callee) == "it was called"
+
+
+# --- weights -------------------------------------------------------------------------------------------
+
+
+def weights(node: farcall.Node) -> Weights:
+    return runtime(node).part(Weights)
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Iterator[tuple[farcall.Node, farcall.Node, farcall.Node, Publication, Subscription]]:
+    """A hostile member, the trainer, a reader; what the trainer publishes, and the reader's subscription."""
+    restrict(Allowance([name_of_callee], (), "data", {"policy": "w1"}))
+    with dynamic_team(3, tmp_path) as (hostile, trainer, reader):
+        publication = trainer.publish("policy", {"x": torch.zeros(3)})
+        subscription = reader.subscribe("policy")
+        publication.push()
+        subscription.wait(timeout=LONG_S)
+        yield hostile, trainer, reader, publication, subscription
+
+
+def test_who_may_not_publish_a_name_takes_it_from_nobody(published: Any, caplog: pytest.LogCaptureFixture) -> None:
+    hostile, trainer, reader, publication, subscription = published
+    with hostile.publish("policy", {"x": torch.ones(3)}) as stolen:
+        stolen.push()
+        publication.push()  # it was not superseded
+        wait_until(lambda: subscription.version.number == 2)
+    assert subscription.get()["x"].tolist() == [0.0] * 3
+    assert subscription.publisher == trainer.get_worker_info()
+    late = reader.subscribe("policy")
+    assert late.wait(timeout=LONG_S) == publication.version
+    assert any("does not let w0 publish 'policy'" in record.getMessage() for record in caplog.records)
+
+
+def test_a_version_that_is_pushed_by_another_is_not_read(published: Any) -> None:
+    hostile, _, _, publication, subscription = published
+    own = hostile.publish("policy", {"x": torch.ones(3)})
+    own.push()
+    claim = Claim(1000, runtime(hostile).me.incarnation)
+    pushed = own.versions[1]
+    peer = runtime(hostile).peer("w2")
+    peer.control(VersionPushed("policy", claim, 1000, 2, False, pushed.data))
+    peer.control(NameClosed("policy", claim, 0))
+    before = publication.push()
+    wait_until(lambda: subscription.version == before)
+    assert subscription.get()["x"].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("epoch", [2**62, 2**21])
+@pytest.mark.parametrize("of", ["w2", "nobody"])
+def test_answers_end_no_tenure_and_use_up_no_numbers(published: Any, epoch: int, of: str) -> None:
+    hostile, trainer, reader, publication, subscription = published
+    other = runtime(reader).me.incarnation if of == "w2" else 77
+    answer = ClaimAnswered("policy", publication.machine.claim, Claim(epoch, other), 2**62)
+    for to in ("w1", "w2"):
+        runtime(hostile).peer(to).control(answer)
+    assert hostile.rpc_sync("w1", name_of_callee) == hostile.rpc_sync("w2", name_of_callee)  # they have read it
+    newest = publication.push()
+    assert newest.number < 2**62 - 2**40
+    wait_until(lambda: subscription.version == newest)
+    assert weights(reader).directory.find_publisher("policy") == publication.machine.claim
+    assert trainer.publish("policy", {"x": torch.zeros(3)}).machine.claim.epoch < 100
+
+
+def test_who_subscribes_to_what_nobody_may_publish_is_told_what_to_write(published: Any) -> None:
+    reader = published[2]
+    with pytest.raises(NotAllowed, match=r"publishers=\{'other': "):
+        reader.subscribe("other")
+
+
+def test_parts_are_published_by_the_publishers_of_their_name() -> None:
+    table = Allowance((), (), publishers={"policy": ["b", "a"], "policy [1 of 2]": "c"})
+    assert table.publishers("policy [0 of 2]") == ["a", "b"]
+    assert table.publishers("policy [1 of 2]") == ["c"]
+    assert table.publishers("policy [1 of 2] ") == []
+    again = Allowance(**table.table())  # type: ignore[arg-type]
+    assert again.table() == table.table()

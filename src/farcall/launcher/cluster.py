@@ -49,7 +49,7 @@ from farcall.rpc.timeouts import UNSET_TIMEOUT, check_wait
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime, current_runtime
 from farcall.runtime.node.current import slot
-from farcall.serialize.allowance import INSTALLED
+from farcall.serialize.allowance import INSTALLED, Table
 from farcall.serialize.code import MAIN
 from farcall.serialize.functions import forget_names
 
@@ -366,7 +366,7 @@ def _meeting_url(addresses: Iterable[str]) -> str:
     return f"farcall://{','.join(ports)}" + "".join(f"?unix={path}" for path in paths[:1])
 
 
-def _allowed_at_workers() -> dict[str, str | list[str]] | None:
+def _allowed_at_workers() -> Table | None:
     """The table of `farcall.allow`, for workers, which must allow the same; they cannot import ``__main__``."""
     if INSTALLED.allowance is None:
         return None

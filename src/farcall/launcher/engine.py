@@ -63,7 +63,7 @@ class WorkerSpec:
     """How long it tries to join."""
     options: bytes = field(default=b"", repr=False)
     """The driver's `RpcBackendOptions`, pickled; empty: the defaults."""
-    allowed: dict[str, str | list[str]] | None = None
+    allowed: dict[str, str | list[str] | dict[str, list[str]]] | None = None
     """The functions and classes that others may use there, as `farcall.allow` takes them; None: all."""
     program: tuple[str, ...] = ()
     """A program to run instead of serving, as ``farcall run`` takes it."""

@@ -36,7 +36,8 @@ import re
 import sys
 import uuid
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Final, Literal
+from types import MappingProxyType
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import torch
 
@@ -93,13 +94,21 @@ _SAFE_FUNCTIONS: Final = {
 }
 
 
+_OF_PARTS: Final = re.compile(r" \[[0-9]+ of [0-9]+\]\Z")
+Table: TypeAlias = dict[str, str | list[str] | dict[str, list[str]]]
+
+
 class Allowance:
     """A table of functions and classes, kept as names: to refuse a name never imports its module."""
 
     def __init__(
-        self, functions: Iterable[Any], classes: Iterable[Any], trust: Literal["calls", "data"] = "calls"
+        self,
+        functions: Iterable[Any],
+        classes: Iterable[Any],
+        trust: Literal["calls", "data"] = "calls",
+        publishers: Mapping[str, str | Iterable[str]] = MappingProxyType({}),
     ) -> None:
-        """Each entry is a function or class, or its name as ``"module:name"``."""
+        """As `farcall.allow`: each function or class, or its name as ``"module:name"``."""
         if trust not in ("calls", "data"):
             raise ValueError(f"trust must be 'calls' or 'data', not {trust!r}")
         self.trust: Literal["calls", "data"] = trust
@@ -108,6 +117,9 @@ class Allowance:
             raise ValueError("trust='data' accepts plain data and tensors only: leave classes out")
         named = {_name_of(function) for function in functions} | self.classes
         self._named = named
+        self._publishers: dict[str, list[str]] = {
+            name: [workers] if isinstance(workers, str) else sorted(workers) for name, workers in publishers.items()
+        }
         self._functions = frozenset(f"p{module}\0{name}".encode() for module, name in named) | {
             f"s{_SCRIPTS}{name if module == '__main__' else f'{module}.{name}'}".encode() for module, name in named
         }
@@ -116,12 +128,16 @@ class Allowance:
             name for module, name in named if module in ("torch", "torch._C._VariableFunctions")
         )
 
-    def table(self) -> dict[str, str | list[str]]:
+    def table(self) -> Table:
         """The arguments of `farcall.allow` that make the same table in another process."""
         functions, classes = (
             sorted(f"{module}:{name}" for module, name in each) for each in (self._named, self.classes)
         )
-        return {"functions": functions, "classes": classes, "trust": self.trust}
+        return {"functions": functions, "classes": classes, "trust": self.trust, "publishers": self._publishers}
+
+    def publishers(self, name: str) -> list[str]:
+        """The workers that may publish weights under ``name``, or a part of weights of that name."""
+        return self._publishers.get(name) or self._publishers.get(_OF_PARTS.sub("", name), [])
 
     def check_function(self, data: bytes) -> None:
         """Raise ``NotAllowed`` unless the function that ``data`` names, as in `functions.py`, may be called here."""
@@ -177,15 +193,15 @@ class Allowance:
 
 
 def read_table(path: str) -> Allowance:
-    """Import the table at ``"module:table"``: a dict with ``functions`` and ``classes``."""
+    """Import the table at ``"module:table"``: a dict with arguments of `farcall.allow`."""
     module, _, name = path.partition(":")
     try:
         table = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise InitError(f"cannot find the table of allowed functions at {path!r}: {error}") from error
-    if not isinstance(table, Mapping) or not set(table) <= {"functions", "classes", "trust"}:
-        raise InitError(f"the table at {path!r} must be a dict with 'functions', 'classes' and 'trust'")
-    return Allowance(table.get("functions", ()), table.get("classes", ()), table.get("trust", "calls"))
+    if not isinstance(table, Mapping) or not set(table) <= {"functions", "classes", "trust", "publishers"}:
+        raise InitError(f"the table at {path!r} must be a dict with 'functions', 'classes', 'trust' and 'publishers'")
+    return Allowance(**{"functions": (), "classes": (), **table})
 
 
 class _Installed:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from time import monotonic
 from typing import Any
 
-from farcall.errors import RpcError, SerializationError
+from farcall.errors import NotAllowed, RpcError, SerializationError
 from farcall.protocol.weights import publisher
 from farcall.protocol.weights.directory import Directory
 from farcall.protocol.weights.lending import Freed, Lend, Stranded
@@ -38,6 +38,7 @@ from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 from farcall.runtime.peers.peer import Peer, RemotePeer
+from farcall.serialize.allowance import INSTALLED
 from farcall.weights.fetcher import Fetcher
 from farcall.weights.manifest import Content
 from farcall.weights.memory import Block, BlockStore, BorrowedBlock
@@ -68,6 +69,7 @@ class Weights:
         self._publications: dict[str, Publication] = {}
         self._past: list[Publication] = []  # earlier ones of the same names, with versions still lent
         self._peers: dict[int, Peer] = {}
+        self._told: set[int] = set()  # members of which the log says that they publish what they may not
         self._waiting: dict[Gate, None] = {}  # of threads that wait for publications to change
         self._deadline_timer = node.timer(self._on_deadline)
         self._all_end = False  # do all members leave together, with all work done?
@@ -133,7 +135,25 @@ class Weights:
         """Subscribe to the versions of ``name``, of any publisher."""
         check_name(name)
         self.check_running()
+        if INSTALLED.allowance is not None and not INSTALLED.allowance.publishers(name):
+            raise NotAllowed(
+                f"nobody may publish {name!r} for this worker: name the publisher in its table, "
+                f"farcall.allow(..., publishers={{{name!r}: 'NAME OF A WORKER'}})"
+            )
         return self.subscriptions.subscribe(name)
+
+    def believes(self, peer: Peer, name: str) -> bool:
+        """May ``peer`` publish ``name``, as far as the table of this process tells?"""
+        allowance = INSTALLED.allowance
+        if allowance is None or peer is self.node.me or peer.info.name in allowance.publishers(name):
+            return True
+        if peer.incarnation not in self._told:
+            self._told.add(peer.incarnation)
+            logger.warning(
+                "%s: the table of farcall.allow does not let %s publish %r; what it publishes is ignored",
+                *(self.node.info.name, peer.info.name, name),
+            )
+        return False
 
     def check_running(self) -> None:
         """Raise if this node has ended."""
@@ -238,6 +258,7 @@ class Weights:
 
     def _on_gone(self, peer: Peer) -> None:
         self._peers.pop(peer.incarnation, None)
+        self._told.discard(peer.incarnation)
         for publication in [*self._publications.values(), *self._past]:
             self.publisher_event(publication, publisher.Gone(peer.incarnation))
         with self.lock:
@@ -287,6 +308,9 @@ class Weights:
     def _on_claimed(self, peer: Peer, message: NameClaimed) -> None:
         if message.claim.publisher != peer.incarnation:
             raise SerializationError(f"{peer.info.name} claims {message.name!r} for another worker")
+        if not self.believes(peer, message.name):
+            peer.control(ClaimAnswered(message.name, message.claim, message.claim, 0))
+            return
         with self.lock:
             answer = self.directory.claim(message)
             is_open = self.directory.find_publisher(message.name) == message.claim
@@ -300,17 +324,24 @@ class Weights:
     def _on_closed(self, peer: Peer, message: NameClosed) -> None:
         if message.claim.publisher != peer.incarnation:
             raise SerializationError(f"{peer.info.name} closes {message.name!r} for another worker")
+        if not self.believes(peer, message.name):
+            return
         with self.lock:
             self.directory.close(message)
         self.subscriptions.on_end(message.name, message.claim, message.number)
 
     def _on_answered(self, peer: Peer, message: ClaimAnswered) -> None:
+        is_guarded = INSTALLED.allowance is not None
         with self.lock:
-            self.directory.note(message.name, message.known, message.number)
             publication = self._publications.get(message.name)
+            if is_guarded and (publication is None or publication.machine.is_leap(message.known)):
+                return
+            number = min(message.number, publisher.MAX_HEARD)
+            self.directory.note(message.name, message.known, number)
         if publication is not None:
-            alive = self.peer(message.known.publisher) is not None
-            event = publisher.Answered(peer.incarnation, message.claim, message.known, message.number, alive)
+            # With a table, only a publisher's own claim ends another's tenure.
+            alive = self.peer(message.known.publisher) is not None and not is_guarded
+            event = publisher.Answered(peer.incarnation, message.claim, message.known, number, alive)
             self.publisher_event(publication, event)
 
     # ------------------------------------------------------------------ the publisher's side

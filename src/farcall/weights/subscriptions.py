@@ -196,6 +196,8 @@ class Subscriptions:
     def _on_pushed(self, peer: Peer, message: VersionPushed) -> None:
         key = Key(message.claim, message.number)
         versions = self.by_name.get(message.name)
+        if not self._weights.believes(peer, message.name):
+            return
         try:
             if message.claim.publisher != peer.incarnation:
                 raise SerializationError("they are another's")

@@ -30,6 +30,9 @@ from farcall.protocol.weights.messages import Claim, How, NameClaimed, NameClose
 
 CLAIM_S: Final = 2.0
 """How long a publisher waits for members that do not answer."""
+MAX_LEAP: Final = 1 << 20
+MAX_HEARD: Final = 1 << 48
+"""The highest version that is believed of an answer: those that follow it must have numbers, too."""
 NEVER: Final = float("inf")
 
 
@@ -148,6 +151,10 @@ class PublisherMachine:
         if now >= self._deadline and self.state is PublisherState.CLAIMING:
             self._publish()
         return []
+
+    def is_leap(self, known: Claim) -> bool:
+        """Does an answer use up epochs that honest members never reach, so that nobody could go above them?"""
+        return known.epoch > self.claim.epoch + MAX_LEAP
 
     def _announcement(self) -> NameClaimed:
         return NameClaimed(self.name, self.claim, self.number)
