@@ -71,7 +71,12 @@ class Capture:
         self._thread.join(LONG_S)
         self._woken.close()
         self._raw.close()
-        return b"".join(packet[54:] for packet in self._packets)  # without headers: words may lie in two packets
+        return b"".join(map(_content, self._packets))  # without headers: words may lie in two packets
+
+
+def _content(packet: bytes) -> bytes:
+    """What TCP carries in ``packet``: behind 34 bytes of Ethernet and IPv4, a header that tells its length."""
+    return packet[34 + (packet[46] >> 4) * 4 :] if packet[23:24] == bytes([socket.IPPROTO_TCP]) else packet
 
 
 @contextmanager

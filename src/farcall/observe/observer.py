@@ -125,7 +125,7 @@ class Observer:
         failures = []
         for one in wanted:
             try:
-                its = options if one.encrypts else options.replace(encryption="off", tls=None)
+                its = options.replace(encryption="on") if one.encrypts else options.replace(encryption="off", tls=None)
                 return cls.connect_any(one.addresses, one.observer_key(), one.cluster_id, one.name, its)
             except (TransportError, NetworkError, ValueError) as error:
                 failures.append(f"{one.name} (process {one.process_id}): {error}")

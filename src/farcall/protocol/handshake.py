@@ -217,6 +217,8 @@ class Handshake:
         """Cut one whole message off the buffer; None if it needs more bytes. Refuses as early as possible."""
         buffer = self._buffer
         if not MAGIC.startswith(buffer[: len(MAGIC)]):
+            if TLS_RECORD.startswith(buffer[: len(TLS_RECORD)]) and len(buffer) < _tls_record_bytes(buffer):
+                return None  # its end may say whether it is farcall's
             raise self._not_farcall()
         if len(buffer) >= VERSION_END:
             version = int.from_bytes(buffer[len(MAGIC) : VERSION_END], "big")
@@ -370,6 +372,11 @@ class Handshake:
             RefusalReason.WRONG_PEER: f"; this node is {self._me.member.name!r}",
         }.get(reason, "")
         return Refused(f"the peer refused this connection: {reason.value}{advice}", reason)
+
+
+def _tls_record_bytes(buffer: bytearray) -> int:
+    """How long the record of TLS is that begins ``buffer``: bytes 3 and 4 of it tell the length of the rest."""
+    return min(5 + int.from_bytes(buffer[3:5], "big"), MAX_MESSAGE_BYTES)
 
 
 def _root_key(secret: bytes) -> bytes:

@@ -61,7 +61,7 @@ class Pump:
         self._object: Any = context.wrap_bio(self._incoming, self._outgoing, server_side=is_listener)
         self._digest = digest
         self._host = host
-        self._barren_bytes = 0  # from the wire since the last plain text
+        self._barren_bytes = 0  # from the wire since the last plain text, or the handshake
         self.has_begun: bool = False
         """Has the other end sent anything?"""
         self.is_ready: bool = False
@@ -78,8 +78,8 @@ class Pump:
 
     @property
     def fed_bytes(self) -> int:
-        """Bytes from the wire that have not become plain text yet."""
-        return self._incoming.pending
+        """Bytes from the wire since the last plain text."""
+        return self._barren_bytes
 
     def pull(self) -> bytes:
         """The bytes for the wire, if there are any."""
@@ -128,7 +128,9 @@ class Pump:
         Finished message, which covers all of the handshake under a key of its own.
         """
         theirs = hashlib.sha256(self._object.getpeercert(binary_form=True) or b"").digest()
-        finished: bytes = self._object.get_channel_binding("tls-unique") or b""
+        finished: bytes | None = self._object.get_channel_binding("tls-unique")
+        if not finished:  # no OpenSSL does that, but its relatives do
+            raise TlsFailed(f"{ssl.OPENSSL_VERSION} of this Python does not tell channels apart (tls-unique)")
         return (theirs + self._digest if self.is_listener else self._digest + theirs) + finished
 
     @property

@@ -152,7 +152,7 @@ def test_the_listener_may_expect_somebody_too() -> None:
     [
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "HTTP"),
         (b"HTTP/1.1 400 Bad Request\r\n", "HTTP"),
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "TLS"),
+        (b"\x16\x03\x01\0\6\1\0\0\2\3\3", "TLS"),
         (b"SSH-2.0-OpenSSH_9.6\r\n", "SSH"),
         (b"\x00", "does not speak farcall"),
         (b"\x89PNG\r\n", "does not speak farcall"),
@@ -174,9 +174,13 @@ def test_one_end_that_encrypts_and_one_that_does_not_tell_each_other() -> None:
     assert encrypting.peer_claim is not None
     assert "FARCALL_ENCRYPTION=off" in str(refusal(plain, caught.farewell))
     # A dialer of farcall's with TLS, to a listener in the clear: it answers that one, and no other.
-    hello = TLS_RECORD + bytes(200) + TLS_NAME + bytes(20)
+    hello = TLS_RECORD + b"\1\0\xe4" + bytes(200) + TLS_NAME + bytes(20)
     caught = refusal(listener(), hello)
     assert caught.reason is RefusalReason.ENCRYPTION
+    slow = listener()
+    for byte in hello[:-1]:
+        assert slow.receive(bytes([byte])) == (b"", None)  # one packet may not hold all of it
+    assert refusal(slow, hello[-1:]).reason is RefusalReason.ENCRYPTION
     told = dialer().unencrypted(caught.farewell)
     assert told.reason is RefusalReason.ENCRYPTION
     assert "FARCALL_ENCRYPTION=off" in str(told)

@@ -136,6 +136,28 @@ def test_nobody_in_between_can_read_or_change(between: Between) -> None:
         between.right.send((b"an answer",))
 
 
+def test_what_comes_of_a_record_is_a_sign_of_life_before_all_of_it_is_here(between: Between) -> None:
+    """On a slow way a record takes seconds."""
+    between.left.send((bytes(10_000),))
+    data = take(between.left_way)
+    view = memoryview(bytearray(20_000))
+    for piece, held_bytes in ((data[:4000], 4000), (data[4000:9000], 9000)):
+        between.right_way.send((piece,))
+        assert between.right.receive_into(view) is None
+        assert between.right.held_bytes == held_bytes
+    between.right_way.send((data[9000:],))
+    assert between.right.receive_into(view) == 10_000
+    assert between.right.held_bytes == 0
+
+
+def test_a_python_that_does_not_tell_channels_apart_proves_nothing(
+    between: Between, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssl.SSLObject, "get_channel_binding", lambda self, kind: None)
+    with pytest.raises(TlsFailed, match="tls-unique"):
+        assert between.left.binding
+
+
 def test_nobody_in_between_can_drop_or_repeat(between: Between) -> None:
     records = []
     for word in (b"one", b"two"):

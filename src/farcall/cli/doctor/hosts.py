@@ -218,6 +218,8 @@ def _refused(host: str, refusal: Refused) -> Finding:
         return wrong(host, "it has another secret than this machine, or another user's key", ADD_A_SECRET)
     if refusal.reason is RefusalReason.VERSION_MISMATCH:
         return wrong(host, str(refusal), "install the same version of farcall on all hosts")
+    if refusal.reason is RefusalReason.OTHER_HOST:
+        return wrong(host, str(refusal), "see Certificates on the page about security")
     if refusal.reason is RefusalReason.ENCRYPTION:
         return wrong(host, str(refusal), f"unset {ENV_ENCRYPTION} on all hosts, or set it on all")
     return wrong(host, str(refusal), "is it farcall doctor that listens on that port?")

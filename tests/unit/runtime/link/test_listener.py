@@ -162,7 +162,7 @@ def test_bytes_behind_the_proof_are_handed_over(hall: Hall) -> None:
     [
         (b"GET / HTTP/1.1\r\n\r\n", "HTTP"),
         (b"SSH-2.0-scanner\r\n", "SSH"),
-        (b"\x16\x03\x01 hello", "TLS"),
+        (b"\x16\x03\x01\0\x05hello", "TLS"),
         (bytes(range(256)), "does not speak farcall"),
         (b"\x89farcall" + b"\x00\x02\x00\x01" + b"\xff\xff\xff\xff", "the limit before proof"),
         (b"\x89farcall" + b"\x00\x63", "version 99"),
