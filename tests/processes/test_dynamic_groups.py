@@ -19,7 +19,17 @@ from tests.kit.waiting import wait_until
 import farcall
 from farcall import api
 from farcall.autograd.recorder import Recorder
-from farcall.errors import BadRank, Delivery, DuplicateName, Expelled, InitError, PeerDead, ReferenceLost, UnknownWorker
+from farcall.errors import (
+    BadRank,
+    Delivery,
+    DuplicateName,
+    Expelled,
+    InitError,
+    PeerDead,
+    ReferenceLost,
+    RpcError,
+    UnknownWorker,
+)
 from farcall.options import MemoryOptions
 from farcall.protocol.member import new_incarnation
 from farcall.rpc.gather import _contribute
@@ -488,3 +498,10 @@ def test_a_gather_with_a_former_life_of_its_leader_is_told_so(url: str) -> None:
         group = (("w0", 1), ("w1", runtime_of(nodes[1]).me.incarnation))
         with pytest.raises(PeerDead, match="restarted"):
             nodes[1].rpc_sync("w0", _contribute, (group, 0, "w1", 1, BOUND_S))
+
+
+def test_nobody_reports_to_a_gather_in_the_name_of_another(url: str) -> None:
+    with team(3, url) as nodes:
+        group = tuple((f"w{rank}", runtime_of(nodes[rank]).me.incarnation) for rank in (0, 2))
+        with pytest.raises(RpcError, match="w1 cannot report to a gather as w2"):
+            nodes[1].rpc_sync("w0", _contribute, (group, 0, "w2", "forged", BOUND_S))

@@ -27,6 +27,7 @@ from farcall.rpc.handles import Target, handle_of
 from farcall.rpc.outcome import copied
 from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.executor import FunctionTask
+from farcall.runtime.calls.scope import current_call
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime, runtime_of_thread
 from farcall.runtime.peers.peer import Peer
@@ -143,8 +144,10 @@ def _contribute(
     group: Group, number: int, name: str, value: Any, timeout_s: float
 ) -> torch.futures.Future[dict[str, Any]]:
     """On the leader: take one contribution; the future completes with the last one."""
-    node = runtime_of_thread()
+    node, caller = runtime_of_thread(), current_call().caller
     assert node is not None
+    if caller is not None and caller.name != name:
+        raise RpcError(f"{caller.name} cannot report to a gather as {name}")
     return node.part(_Gathers).contribute(group, number, name, value, timeout_s)
 
 

@@ -244,17 +244,18 @@ def _build_inline(
     dtype = DTYPES.get(code) or _dtype(code)
     if data.__class__ is not bytearray:
         raise ValueError("the message is malformed: a tensor over memory that must not be written")
+    memory = memoryview(data)  # else whoever has the bytearray as well could resize it under the tensor
     if shape is None:
-        tensor = _frombuffer(data, dtype=dtype)
+        tensor = _frombuffer(memory, dtype=dtype)
         decoding.inline.append(tensor)
         return tensor
     check_layout(shape, strides, offset, dtype.itemsize, len(data))
     if not data:
         tensor = torch.empty(0, dtype=dtype, device="cpu").as_strided_(shape, strides)
     elif len(data) % dtype.itemsize:
-        tensor = _view_of(_frombuffer(data, dtype=torch.uint8), code, shape, strides, offset)
+        tensor = _view_of(_frombuffer(memory, dtype=torch.uint8), code, shape, strides, offset)
     else:
-        tensor = _frombuffer(data, dtype=dtype).as_strided_(shape, strides, offset)
+        tensor = _frombuffer(memory, dtype=dtype).as_strided_(shape, strides, offset)
     decoding.inline.append(tensor)
     return tensor
 

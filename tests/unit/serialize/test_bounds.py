@@ -143,6 +143,18 @@ def on_devices(value: Any, devices: Any) -> bytes:
 
 
 @pytest.mark.usefixtures("mode")
+@pytest.mark.parametrize("layout", [(), ((16,), (1,), 0, 0)], ids=["whole", "with a layout"])
+def test_memory_of_a_tensor_is_not_given_back_under_it(layout: Any) -> None:
+    """A pickle may hand its bytearray to the program as well, whose functions may change the length."""
+    memory = bytearray(16)
+    tensor, found = decode(message([Reduced(rebuild_inline, (memory, CODES[torch.uint8], *layout)), memory]))
+    with pytest.raises(BufferError):
+        found.extend(b"more")
+    found[0] = 7
+    assert tensor[0] == 7
+
+
+@pytest.mark.usefixtures("mode")
 def test_a_compact_part_has_its_size() -> None:
     value = Reduced(rebuild_on_device, (0, FLOAT, (1000,), (2,), 0, 0))
     with pytest.raises(SerializationError, match="outside the memory"):
