@@ -29,6 +29,7 @@ from farcall.runtime.calls.serving import Request
 from farcall.runtime.calls.turns import Turns
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
+from farcall.serialize.functions import BY_VALUE, path_of
 
 if TYPE_CHECKING:
     from farcall.rpc.batch_queue import RunningBatch
@@ -145,8 +146,8 @@ _OF_OWNERS = {"fetch": "to_here"}
 def function_title(function: bytes, otherwise: str = "") -> str:
     """The name of a function as its caller wrote it; for a pickled function, ``otherwise``."""
     kind, name = function[:1], function[1:]
-    if kind == b"p":
-        module, _, path = name.decode(errors="replace").partition("\0")
+    if kind in (b"p", BY_VALUE):
+        module, _, path = path_of(function).partition("\0")
         return f"rref.{_OF_OWNERS.get(path, path).removeprefix('methods.of_')}" if module == _OWNERS else path
     if kind in (b"o", b"b", b"s"):
         return name.decode(errors="replace")

@@ -119,6 +119,8 @@ class Frame(msgspec.Struct):
     """At the receiver of a request: the deadline and metadata that its function's own calls inherit; None: nothing."""
     serial: RefId | None = None
     """Of a request: the object whose calls run one at a time."""
+    code: Any = None
+    """At the receiver of a request for a function by value: its `LoadedUnit`, or why there is none."""
     turns: Any = None
     """At the receiver of such a request: that object's mailbox."""
     handed_over: bool = False

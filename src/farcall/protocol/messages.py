@@ -153,6 +153,19 @@ class QueueHasRoom(ControlMessage, frozen=True, tag=22):
     """Ends a ``QueueFull``."""
 
 
+class CodeWanted(ControlMessage, frozen=True, tag=23):
+    """The sender has got a call of a function by value, and does not have the unit of this digest."""
+
+    digest: bytes
+
+
+class CodeTold(ControlMessage, frozen=True, tag=24):
+    """The answer to a ``CodeWanted``; ``content`` is empty if the unit is not kept any more."""
+
+    digest: bytes
+    content: bytes
+
+
 # --- departure: protocol/departure explains their use --------------------------------------------------
 
 
@@ -262,6 +275,8 @@ Message = (
     | CallCancelled
     | QueueFull
     | QueueHasRoom
+    | CodeWanted
+    | CodeTold
     | DepartureReport
     | DepartureProbe
     | DepartureStatus

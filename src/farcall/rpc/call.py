@@ -21,6 +21,7 @@ from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import RECORDING, decode_failure, encode_function, read_value, withdraw, write_call
+from farcall.serialize.units import split
 
 
 def call_sync(
@@ -59,19 +60,23 @@ def encode_request(
         raise TypeError(f"args must be a tuple or a list, not {type(args).__name__}: for one argument write args=(x,)")
     if kwargs.__class__ is not dict and kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(f"kwargs must be a dict, not {type(kwargs).__name__}")
+    values: list[Any] | None = None
     if func.__class__ is FunctionType:
         function = encode_function(func) or b""
+        if not function:
+            function, values = split(func) or (b"", None)
     else:
         function = name_function(func, args or (), kwargs) or b""
     if not function and not callable(func):
         raise _not_callable(func)
-    if not args and not kwargs and function:
+    if not args and not kwargs and function and values is None:
         return plain_request(peer, function)
     frame = Frame(REQUEST, 0, 0, function)
     arguments = tuple(args or ())
     keywords = dict(kwargs) if kwargs else None
+    value = (arguments, keywords) if function else (func, arguments, keywords)
     try:
-        write_call(frame, (arguments, keywords) if function else (func, arguments, keywords), peer)
+        write_call(frame, value if values is None else (values, *value), peer)
     except BaseException:
         withdraw(frame)
         raise

@@ -10,6 +10,7 @@ know how arguments are written.
     "b" the same, of a function of torch's that was matched to its arguments (rpc/schemas.py)
     "s" qualified name of a TorchScript function
     "k" pickle                    builtins whose path pickle knows and we do not
+    "v" digest module NUL dotted.name    a function by value: its unit (units.py), and the name that it has at home
 
 Invariant: the caller sends a name only if it leads to that very function here, and the callee looks it up anew for
 every call, so both sides see re-binding at once.
@@ -33,6 +34,8 @@ from farcall.serialize import code, policy
 from farcall.serialize.allowance import INSTALLED, loads
 from farcall.serialize.rebuild import find_operator, find_script_function
 
+BY_VALUE = b"v"
+DIGEST_BYTES = 32
 _MOST_CACHED = 4096
 _missing = object()
 
@@ -72,6 +75,11 @@ def decode_function(data: bytes | memoryview) -> Any:
     return _decode_function(data) if found is None else found
 
 
+def path_of(function: bytes) -> str:
+    """The part of a function segment that names it for people: a dotted path, with NUL behind the module."""
+    return function[1 + (DIGEST_BYTES if function[:1] == BY_VALUE else 0) :].decode(errors="replace")
+
+
 def forget_names() -> None:
     """Clear the caches: the allow-list, or the way in which functions are sent, has changed."""
     _written.clear()
@@ -82,14 +90,15 @@ def forget_names() -> None:
 def _encode_function(function: Any) -> bytes | None:
     if policy.installed_pickler() is not None or isinstance(function, functools.partial):
         return None
-    if isinstance(function, torch.jit.ScriptFunction):
-        return b"s" + str(function.qualified_name).encode()
-    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        return b"o" + str(function).encode()
-    if isinstance(function, MethodType):
-        return _encode_class_method(function)
-    if isinstance(function, BuiltinFunctionType) and not isinstance(function.__self__, ModuleType | type | None):
-        return None
+    if function.__class__ is not FunctionType:  # a function of a script passes here with each call
+        if isinstance(function, torch.jit.ScriptFunction):
+            return b"s" + str(function.qualified_name).encode()
+        if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            return b"o" + str(function).encode()
+        if isinstance(function, MethodType):
+            return _encode_class_method(function)
+        if isinstance(function, BuiltinFunctionType) and not isinstance(function.__self__, ModuleType | type | None):
+            return None
     module_name = getattr(function, "__module__", None)
     qualified_name = getattr(function, "__qualname__", None)
     if not isinstance(qualified_name, str):

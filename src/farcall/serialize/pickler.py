@@ -303,18 +303,19 @@ def _read(
     except SerializationError:
         raise
     except Exception as error:
-        kind = FunctionNotFound if _names_something_missing(error) else SerializationError
-        raise kind(
-            f"a message could not be read: {_text(error)}"
-            + (
-                " (the RPC pickler does not serialize code: every worker must define or import the same)"
-                if kind is FunctionNotFound
-                else ""
-            )
-        ) from error
+        raise unreadable(error) from error
     finally:
         if devices is not None:
             drop_tickets(devices, peer)  # on success only those are left that no tensor of the value needed
+
+
+def unreadable(error: Exception) -> SerializationError | FunctionNotFound:
+    """The error for a message, or its code, that could not be read."""
+    told = f"a message could not be read: {_text(error)}"
+    if _names_something_missing(error):
+        why = "the RPC pickler does not serialize code: every worker must define or import the same"
+        return FunctionNotFound(f"{told} ({why})")
+    return SerializationError(told)
 
 
 def _read_custom(data: bytes, table: Sequence[torch.Tensor], forks: Sequence[Any], peer: Any) -> Any:

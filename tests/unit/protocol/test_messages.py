@@ -57,6 +57,8 @@ EXAMPLES = [
     CallCancelled(call_id=99),
     QueueFull(queued=100_001, limit=100_000),
     QueueHasRoom(),
+    messages.CodeWanted(digest=bytes(32)),
+    messages.CodeTold(digest=bytes(32), content=b"code"),
     DepartureReport(3, 2, [4, 5], False, 1234, [(5, "still has 1 call or callback under way")], 7, True),
     DepartureProbe(round=3, gone=[1, 2]),
     DepartureStatus(late=[(1, "has not called shutdown")], unnamed_count=2),

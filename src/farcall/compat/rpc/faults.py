@@ -29,6 +29,7 @@ from farcall.compat.rpc.agent import TensorPipeAgent
 from farcall.compat.rpc.options import _TensorPipeRpcBackendOptionsBase
 from farcall.protocol.notes import decode_notes
 from farcall.serialize import decode_function
+from farcall.serialize.functions import BY_VALUE
 from farcall.testing.faults import Delay, Fail, Faults, Rule
 from farcall.testing.faults.messages import Message
 from farcall.testing.faults.rules import Fault
@@ -86,7 +87,7 @@ class FaultyTensorPipeAgent(TensorPipeAgent):
 
 def _is_script(message: Message) -> bool:
     """Does it call an operator of torch's, or a script function? Stock has other messages for those."""
-    if not message.frame.function:
+    if message.frame.function[:1] in (b"", BY_VALUE):
         return False
     called = decode_function(message.frame.function)
     if isinstance(called, torch.jit.ScriptFunction | torch._ops.OpOverload):

@@ -14,6 +14,7 @@ Over 400 lines: a call at its callee, from its frame to its answer, passes throu
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import logging
@@ -24,7 +25,7 @@ from contextvars import Context
 from functools import partial
 from sys import audit
 from time import perf_counter, process_time, thread_time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -67,6 +68,11 @@ from farcall.serialize import (
     write_value,
 )
 from farcall.serialize.allowance import INSTALLED
+from farcall.serialize.functions import BY_VALUE
+
+if TYPE_CHECKING:
+    from farcall.runtime.calls.arriving_code import ArrivingCode
+    from farcall.serialize.units import LoadedUnit
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -156,6 +162,9 @@ class Server:
         """The references of the node; the layer above sets them once, before the first message arrives."""
         self.stream_request: Callable[[Server, Peer, Frame], Request] = Request
         """Makes the request of a frame with the flag STREAM; set once by the layer above, like ``references``."""
+        self._making = threading.Lock()
+        self.code: ArrivingCode | None = None
+        """The code by value of callers; made at the first call of such a function."""
         self.wrap: Callable[[Request], Task] | None = None
         """Makes the task that runs in the place of a request; None: the request itself. Set by the layer above."""
 
@@ -176,16 +185,22 @@ class Server:
         """
         return sum(not (request.deferred and (request.cancelled or request.peer.broken)) for request in self.active)
 
-    def accept(self, peer: Peer, frame: Frame) -> None:
-        """Take a request: run it on this thread if `run_inline.py`'s rules allow it, else queue it for a worker."""
-        if frame.flags & SPECIAL:
-            make = self.references.kept_request if frame.flags & KEEP else self.stream_request
-            request = make(self, peer, frame)
-        else:
-            request = Request(self, peer, frame)
-        self.unanswered[peer.number, frame.call_id] = request
-        self.last_accepted = self._next_number()  # after the line above, see CallTable.register
+    def accept(self, peer: Peer, frame: Frame, request: Request | None = None) -> None:
+        """Take a request: run it on this thread if `run_inline.py`'s rules allow it, else queue it for a worker.
+
+        ``request``: the same, accepted before; the code that it waited for has come.
+        """
         function = frame.function
+        if request is None:
+            if frame.flags & SPECIAL:
+                make = self.references.kept_request if frame.flags & KEEP else self.stream_request
+                request = make(self, peer, frame)
+            else:
+                request = Request(self, peer, frame)
+            self.unanswered[peer.number, frame.call_id] = request
+            self.last_accepted = self._next_number()  # after the line above, see CallTable.register
+            if function[:1] == BY_VALUE and not (self.code or self._make_code()).is_here(request):
+                return
         task: Task = request if self.wrap is None else self.wrap(request)
         if frame.turns is not None:
             request.queued_at = perf_counter()
@@ -205,6 +220,14 @@ class Server:
                 return
         request.queued_at = perf_counter()
         self.submit(task)
+
+    def _make_code(self) -> ArrivingCode:
+        from farcall.runtime.calls.arriving_code import ArrivingCode  # programs whose functions have names need none
+
+        with self._making:
+            if self.code is None:
+                self.code = ArrivingCode(self)
+        return self.code
 
     def run_behind(self, request: Request, task: Task, function: bytes) -> None:
         """Run ``task``, a follow-up of the ended ``request`` that is timed under the name ``function``.
@@ -250,6 +273,8 @@ class Server:
         for request in self.active:
             if (peer is None or request.peer is peer) and request.cancellable:
                 self._cancel(request)
+        if self.code is not None:
+            self.code.forget(peer)
         if peer is not None:
             self.references.cancel_deferred(peer)
 
@@ -382,7 +407,9 @@ class Request:
         if self.expected_s >= QUICK_S:
             server.flush()  # held-back answers go first: this function may take long
         try:
-            if function:
+            if frame.code is not None:
+                func, args, kwargs = self._read_by_value(frame.code)
+            elif function:
                 try:
                     func = decode_function(function)
                 except BaseException:
@@ -442,6 +469,20 @@ class Request:
             return
         # Only the answers of quick functions are held back.
         self.answer(outcome, more and self.expected_s < QUICK_S)
+
+    def _read_by_value(self, code: LoadedUnit | Exception) -> tuple[Callable[..., Any], Any, Any]:
+        """Read a call of a function by value."""
+        frame = self.frame
+        if isinstance(code, Exception):
+            decline(frame, self.peer)
+            discard(frame.payload, self.peer)
+            raise copy.copy(code) from code.__cause__  # each call raises its own
+        read: Any = read_value(frame, self.peer) if frame.payload else ((), None)
+        if code.function is not None:
+            args, kwargs = read
+            return code.function, args, kwargs
+        values, args, kwargs = read
+        return code.make(values), args, kwargs
 
     def entrust(self, entrusted: Entrusted) -> None:
         """Hand the request over to ``entrusted``, which answers it; answer with the error if that raises."""

@@ -37,6 +37,7 @@ from farcall.runtime.observing.counters import BOUNDS_S, FAILED
 from farcall.runtime.observing.profiling import PROFILING
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.serialize import decline, discard
+from farcall.serialize.units import content_of
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -103,6 +104,10 @@ class Dispatcher:
             messages.QueueFull: RemotePeer.on_queue_full,
             messages.QueueHasRoom: RemotePeer.on_queue_has_room,
             messages.CallCancelled: lambda peer, message: self._server.cancel(peer, message.call_id),
+            messages.CodeWanted: lambda peer, message: peer.control(
+                messages.CodeTold(message.digest, content_of(message.digest))
+            ),
+            messages.CodeTold: self._on_code,
             messages.Goodbye: self._on_goodbye,
             messages.Ping: lambda peer, message: peer.control(messages.Pong(message.nonce)),
             messages.Pong: lambda peer, message: None,
@@ -257,6 +262,10 @@ class Dispatcher:
             handle(peer, message)
         except Exception as error:
             self._mishandled(peer, error)
+
+    def _on_code(self, peer: RemotePeer, message: messages.CodeTold) -> None:
+        if self._server.code is not None:
+            self._server.code.on_told(peer, message)
 
     def _on_goodbye(self, peer: RemotePeer, message: messages.Goodbye) -> None:
         if message.agreed:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypedDict
 
 from farcall.serialize import encode_function
+from farcall.serialize.functions import path_of
 from farcall.testing.faults.messages import Message, check_kinds
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ class Rule:
             return False
         function = message.frame.function
         if isinstance(self.function, str):
-            return function[1:].replace(b"\0", b".").decode(errors="replace") == self.function
+            return path_of(function).replace("\0", ".") == self.function
         return self.function is None or function == self.function
 
 

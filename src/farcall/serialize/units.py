@@ -1,0 +1,451 @@
+"""Code by value that travels once: a function, apart from the values that it uses.
+
+A *unit* is the code of a function that no other worker can import (`code.py`), and of all such functions that it names:
+in globals, closures and attributes, cycles once. A call names the unit by the SHA-256 of its bytes. The callee asks for
+a unit that it does not have (`runtime/calls/arriving_code.py`), checks the digest itself, and keeps what it has loaded.
+
+    what those functions have                                       travels
+    code, names, annotations; modules, functions and classes by     in the unit
+        name, and the few immutable objects of `_is_fixed`
+    the values of all other globals, cells, defaults, attributes    with each call, in front of its arguments
+
+So no value is ever stale. `Unit.gather` walks the functions anew for each call; where a name leads elsewhere than it
+did, the function is taken apart again, which makes another unit if its code has changed. A unit without
+values is one function, the same at each call. Of any other, `LoadedUnit.make` makes new functions for each call, whose
+globals nobody else has, as if they had been unpickled; so does a function that stores to a global.
+
+Functions that name a class by value, or a value that could hold code by value, travel whole with each call (`code.py`),
+since only one pickle keeps the identities of such parts.
+
+Owns that split, at both ends, and the units that this process has sent. It does not know peers.
+"""
+
+from __future__ import annotations
+
+import dis
+import hashlib
+import importlib
+import importlib.util
+import io
+import logging
+import platform
+import sys
+from collections import deque
+from collections.abc import Iterator
+from functools import lru_cache
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType, NoneType
+from typing import Any, Final
+from weakref import WeakValueDictionary
+
+import msgspec
+import torch
+
+from farcall.serialize import policy
+from farcall.serialize.allowance import INSTALLED
+from farcall.serialize.code import goes_by_value, load_code
+from farcall.serialize.functions import BY_VALUE, DIGEST_BYTES
+
+_GLOBAL, _CELL, _ATTRIBUTE, _DEFAULTS, _KEYWORD_DEFAULTS = range(5)
+Place = tuple[int, int, Any]
+"""Where a value belongs: the number of the function, one of the above, and the global's or attribute's name, or the
+number of the cell."""
+
+_ABSENT: Final = object()
+_OF_MODULES: Final = ("__name__", "__package__", "__path__", "__file__")
+_NAMES_A_GLOBAL: Final = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL")
+_HIDES_GLOBALS: Final = {"globals", "exec", "eval"}
+_SCALARS: Final = frozenset({NoneType, bool, int, float, complex, str, bytes, bytearray, range, torch.Size})
+_CONTAINERS: Final = (tuple, list, set, frozenset)
+_IMMUTABLE: Final = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_LOGGERS: Final = (logging.Logger, logging.RootLogger)
+_MOST_DEPTH: Final = 32
+_MOST_UNITS: Final = 1024
+_MOST_REPLACED: Final = 256
+_MOST_TIMES: Final = 64
+"""How often a function is taken apart again before it travels whole: its names lead elsewhere at every call."""
+
+
+class _Whole(Exception):
+    """A function that cannot be taken apart."""
+
+
+class _Node(msgspec.Struct):
+    """One function of a unit, as a call must find it."""
+
+    code: CodeType
+    qualified_name: str
+    annotations: dict[str, Any]
+    like: int  # the number of the first function that has the same globals
+    attributes: int  # how many
+    has_defaults: bool
+    has_keyword_defaults: bool
+    fixed: list[tuple[str, Any]] = []  # globals of the unit
+    callees: list[tuple[str, int]] = []  # globals that are functions of the unit
+    values: list[str] = []  # globals that travel with the call
+    parts: list[tuple[int, Any, int, Any]] = []  # cells and attributes: the place, the role, what is there
+
+
+_FIXED, _CALLEE, _VALUE = range(3)
+
+
+class Unit:
+    """A function taken apart, at its sender. It holds no value that travels, and no function: only their code."""
+
+    __slots__ = ("__weakref__", "_nodes", "content", "has_values", "segment", "times")
+
+    def __init__(self, nodes: list[_Node], content: bytes, root: FunctionType, has_values: bool, times: int) -> None:
+        self._nodes = nodes
+        self.content: bytes = content
+        self.has_values: bool = has_values
+        """Are functions made for each call? Else the unit is one function."""
+        self.times: int = times
+        name = f"{root.__module__}\0{root.__qualname__}".encode()
+        self.segment: bytes = BY_VALUE + hashlib.sha256(content).digest() + name
+        """The function segment of a call."""
+
+    def gather(self, root: FunctionType) -> list[Any] | None:
+        """The values that ``root`` and its functions use now; None: it is not what was taken apart."""
+        found: list[Any] = [None] * len(self._nodes)
+        found[0] = root
+        values: list[Any] = []
+        for function, node in zip(found, self._nodes, strict=True):
+            names = function.__globals__
+            if (
+                function.__code__ is not node.code
+                or function.__qualname__ != node.qualified_name
+                or names is not found[node.like].__globals__
+                or (not function.__defaults__) is node.has_defaults
+                or (not function.__kwdefaults__) is node.has_keyword_defaults
+                or len(function.__dict__) != node.attributes
+                or (node.annotations and function.__annotations__ != node.annotations)
+            ):
+                return None
+            for name, fixed in node.fixed:
+                if names.get(name, _ABSENT) is not fixed:
+                    return None
+            for name, number in node.callees:
+                if not _meets(found, number, names.get(name, _ABSENT)):
+                    return None
+            for name in node.values:
+                values.append(names.get(name, _ABSENT))
+            if node.parts and not _gather_parts(function, node, found, values):
+                return None
+            if node.has_defaults:
+                values.append(function.__defaults__)
+            if node.has_keyword_defaults:
+                values.append(function.__kwdefaults__)
+        for value in values:
+            if value.__class__ not in _SCALARS and not _is_plain(value):
+                return None
+        return values
+
+
+def _meets(found: list[Any], number: int, value: Any) -> bool:
+    """Is ``value`` the function of that number? The first function met under a number is."""
+    if found[number] is None and value.__class__ is FunctionType:
+        found[number] = value
+    return found[number] is value
+
+
+def _gather_parts(function: FunctionType, node: _Node, found: list[Any], values: list[Any]) -> bool:
+    for kind, key, role, what in node.parts:
+        value = _contents(function, key) if kind == _CELL else function.__dict__.get(key, _ABSENT)
+        if role == _VALUE:
+            values.append(value)
+        elif not (value is what if role == _FIXED else _meets(found, what, value)):
+            return False
+    return True
+
+
+def _contents(function: FunctionType, number: int) -> Any:
+    assert function.__closure__ is not None
+    try:
+        return function.__closure__[number].cell_contents
+    except ValueError:
+        return _ABSENT
+
+
+# ---------------------------------------------------------------------- at the sender
+
+_units: dict[tuple[int, str], Unit | CodeType] = {}  # by the id of the code; a CodeType: functions that travel whole
+_sent: WeakValueDictionary[bytes, Unit] = WeakValueDictionary()
+_replaced: deque[Unit] = deque(maxlen=_MOST_REPLACED)  # a callee may still ask for them
+
+
+def split(function: FunctionType) -> tuple[bytes, list[Any] | None] | None:
+    """The function segment that names the unit of ``function``, and the values to send; None: it travels whole.
+
+    No list: the unit is one function, and the call has arguments only.
+    """
+    key = (id(function.__code__), function.__qualname__)
+    unit = _units.get(key)
+    if unit.__class__ is Unit:
+        values = unit.gather(function)
+        if values is not None and INSTALLED.takes_pickles and policy.INSTALLED.pickler is None:
+            return unit.segment, values if unit.has_values else None
+    elif unit is not None:
+        return None
+    if not INSTALLED.takes_pickles or policy.INSTALLED.pickler is not None:
+        return None
+    return _split_anew(function, key, unit if isinstance(unit, Unit) else None)
+
+
+def _split_anew(
+    function: FunctionType, key: tuple[int, str], before: Unit | None
+) -> tuple[bytes, list[Any] | None] | None:
+    if len(_units) >= _MOST_UNITS:
+        _units.clear()
+    times = 0 if before is None else before.times + 1
+    try:
+        if times > _MOST_TIMES:
+            raise _Whole
+        unit = _take_apart(function, times)
+    except _Whole:
+        _units[key] = function.__code__  # which keeps the id in the key its own
+        return None
+    if before is not None:
+        _replaced.append(before)
+    _units[key] = _sent[unit.segment[1 : 1 + DIGEST_BYTES]] = unit
+    values = unit.gather(function)
+    return None if values is None else (unit.segment, values if unit.has_values else None)
+
+
+def content_of(digest: bytes) -> bytes:
+    """The bytes of a unit that this process has sent; empty if it has none of that digest any more."""
+    unit = _sent.get(digest)
+    return b"" if unit is None else unit.content
+
+
+class _Walk:
+    """A function being taken apart. Mutable: everything grows as names are followed."""
+
+    def __init__(self, root: FunctionType) -> None:
+        self.functions: list[FunctionType] = [root]
+        self.numbers: dict[int, int] = {id(root): 0}
+        self.spaces: dict[int, int] = {}
+        self.edges: list[tuple[Place, int]] = []
+        self.slots: list[Place] = []
+        self.fixed: list[tuple[Place, Any]] = []
+        self.stores: bool = False  # globals of its own, even if it uses no value
+        self._placed: set[tuple[int, str]] = set()  # globals of a space that travel with the call already
+
+    def role(self, place: Place, value: Any) -> tuple[int, Any]:
+        """How the value at ``place`` travels, and what is to be found there."""
+        if value is _ABSENT or _is_fixed(place, value):
+            if value is not _ABSENT:
+                self.fixed.append((place, value))
+            return _FIXED, value
+        if value.__class__ is FunctionType:
+            number = self.numbers.setdefault(id(value), len(self.functions))
+            if number == len(self.functions):
+                self.functions.append(value)
+            self.edges.append((place, number))
+            return _CALLEE, number
+        if not _is_plain(value):
+            raise _Whole
+        return _VALUE, None
+
+    def nodes(self) -> Iterator[_Node]:
+        for number, function in enumerate(self.functions):  # which grows
+            like = self.spaces.setdefault(id(function.__globals__), number)
+            node = _Node(
+                function.__code__,
+                function.__qualname__,
+                function.__annotations__,
+                like,
+                len(function.__dict__),
+                bool(function.__defaults__),
+                bool(function.__kwdefaults__),
+            )
+            loads, stores = _globals_of(function.__code__)
+            self.stores = self.stores or bool(stores)
+            for name in loads:
+                role, what = self.role((number, _GLOBAL, name), function.__globals__.get(name, _ABSENT))
+                if role == _FIXED:
+                    node.fixed.append((name, what))
+                elif role == _CALLEE:
+                    node.callees.append((name, what))
+                elif (like, name) not in self._placed:
+                    self._placed.add((like, name))
+                    node.values.append(name)
+                    self.slots.append((number, _GLOBAL, name))
+            contents = [(_CELL, key, _contents(function, key)) for key in range(len(function.__closure__ or ()))]
+            for kind, key, value in [*contents, *((_ATTRIBUTE, *item) for item in function.__dict__.items())]:
+                role, what = self.role((number, kind, key), value)
+                node.parts.append((kind, key, role, what))
+                if role == _VALUE:
+                    self.slots.append((number, kind, key))
+            if not _is_plain([function.__defaults__, function.__kwdefaults__]):
+                raise _Whole
+            if node.has_defaults:
+                self.slots.append((number, _DEFAULTS, None))
+            if node.has_keyword_defaults:
+                self.slots.append((number, _KEYWORD_DEFAULTS, None))
+            yield node
+
+
+def _take_apart(root: FunctionType, times: int) -> Unit:
+    cloudpickle: Any = importlib.import_module("cloudpickle")
+    if cloudpickle.list_registry_pickle_by_value():
+        raise _Whole  # the program chose other modules that travel by value, too
+    walk = _Walk(root)
+    try:
+        nodes = list(walk.nodes())
+        twins = _twins(walk)
+        own = set(map(id, twins))
+        spaces = [walk.spaces[id(function.__globals__)] for function in walk.functions]
+        file = io.BytesIO()
+
+        class UnitPickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+            """cloudpickle for the functions of the unit, and for nothing else by value."""
+
+            def reducer_override(self, value: Any) -> Any:
+                reduced = super().reducer_override(value)
+                # Two items only: a name for a class that is nowhere, as that of code objects.
+                if reduced is not NotImplemented and len(reduced) > 2 and id(value) not in own:
+                    raise _Whole
+                return reduced
+
+        UnitPickler(file, 5).dump((twins, spaces, walk.edges, walk.slots, walk.stores))
+    except Exception as error:  # of annotations, for one: `code.py` says what cannot be sent
+        raise _Whole from error
+    head = importlib.util.MAGIC_NUMBER + platform.python_version().encode() + b"\0"
+    return Unit(nodes, head + file.getvalue(), root, walk.stores or bool(walk.slots), times)
+
+
+def _twins(walk: _Walk) -> list[FunctionType]:
+    """Copies of the functions without the values that travel with each call."""
+    spaces: dict[int, dict[str, Any]] = {}
+    twins = []
+    for function in walk.functions:
+        names = function.__globals__
+        space = spaces.setdefault(id(names), {name: names[name] for name in _OF_MODULES if name in names})
+        closure = None if function.__closure__ is None else tuple(CellType() for _ in function.__closure__)
+        twin = FunctionType(function.__code__, space, function.__name__, None, closure)
+        twin.__qualname__, twin.__module__ = function.__qualname__, function.__module__
+        twin.__doc__, twin.__annotations__ = function.__doc__, function.__annotations__
+        twins.append(twin)
+    for place, value in walk.fixed:
+        _put(twins, place, value)
+    for place, number in walk.edges:
+        _put(twins, place, twins[number])
+    return twins
+
+
+def _put(functions: list[FunctionType], place: Place, value: Any) -> None:
+    number, kind, key = place
+    function = functions[number]
+    if kind == _GLOBAL:
+        function.__globals__[key] = value
+    elif kind == _CELL:
+        function.__closure__[key].cell_contents = value  # type: ignore[index]  # it has that cell
+    elif kind == _ATTRIBUTE:
+        function.__dict__[key] = value
+    elif kind == _DEFAULTS:
+        function.__defaults__ = value
+    else:
+        function.__kwdefaults__ = value
+
+
+@lru_cache(_MOST_UNITS)
+def _globals_of(code: CodeType) -> tuple[list[str], bool]:
+    """The globals that ``code`` names, functions inside included; and may it store to one?"""
+    found: dict[str, None] = {}
+    stores = False
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _NAMES_A_GLOBAL:
+            found[instruction.argval] = None
+            stores = stores or instruction.opname != "LOAD_GLOBAL" or instruction.argval in _HIDES_GLOBALS
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            inner, inner_stores = _globals_of(constant)
+            found.update(dict.fromkeys(inner))
+            stores = stores or inner_stores
+    return list(found), stores
+
+
+def _is_by_value(code: Any) -> bool:
+    """Does cloudpickle write ``code``, a function or class, by value?"""
+    return code.__module__ == "__main__" or goes_by_value(code)
+
+
+def _is_fixed(place: Place, value: Any) -> bool:
+    """Is ``value`` part of the unit: known everywhere by a name, or immutable and not worth sending each time?"""
+    if isinstance(value, ModuleType | FunctionType | type):
+        is_module = isinstance(value, ModuleType)
+        by_value = sys.modules.get(value.__name__) is not value if is_module else _is_by_value(value)
+        if by_value and not isinstance(value, FunctionType):
+            raise _Whole
+        return not by_value
+    if isinstance(value, BuiltinFunctionType):
+        return isinstance(value.__self__, ModuleType | type | None)
+    kind = type(value)
+    return kind in _IMMUTABLE or kind in _LOGGERS or (place[1] == _GLOBAL and place[2] in _OF_MODULES)
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Is ``value`` sure to hold no code by value?"""
+    kind = value.__class__
+    if kind in _SCALARS:
+        return True
+    if kind in _CONTAINERS or kind is dict:
+        if depth == _MOST_DEPTH:
+            return False
+        return all(_is_plain(one, depth + 1) for one in value) and (
+            kind is not dict or all(_is_plain(one, depth + 1) for one in value.values())
+        )
+    return kind in policy.REDUCERS and not getattr(getattr(value, "dtype", None), "hasobject", False)
+
+
+# ---------------------------------------------------------------------- at the receiver
+
+
+class LoadedUnit:
+    """A unit at its receiver: the functions of a call are made of it, from the values that came with the call."""
+
+    __slots__ = ("_edges", "_functions", "_likes", "_set", "_slots", "function", "size_bytes")
+
+    def __init__(self, content: bytes) -> None:
+        """Load the unit. It imports modules: on a thread that may wait."""
+        version, _, code = content[4:].partition(b"\0")
+        functions, likes, edges, slots, stores = load_code(code, content[:4], version.decode())
+        self._functions: list[FunctionType] = functions
+        self._likes: list[int] = likes
+        self._edges: list[tuple[Place, int]] = edges
+        self._slots: list[Place] = slots
+        self._set = [_set_by_hand(function) for function in functions]
+        self.size_bytes: int = len(content)
+        self.function: FunctionType | None = None if slots or stores else functions[0]
+        """The function, if it uses no values."""
+
+    def make(self, values: list[Any]) -> FunctionType:
+        """Make the function of one call, which uses ``values``."""
+        made: list[FunctionType] = []
+        for number, function in enumerate(self._functions):
+            like = self._likes[number]
+            names = function.__globals__.copy() if like == number else made[like].__globals__
+            cells = function.__closure__
+            closure = None if cells is None else tuple(map(_copy_of, cells))
+            one = FunctionType(function.__code__, names, function.__name__, None, closure)
+            for name, value in self._set[number]:
+                setattr(one, name, value.copy() if value.__class__ is dict else value)
+            made.append(one)
+        for place, number in self._edges:
+            _put(made, place, made[number])
+        for place, value in zip(self._slots, values, strict=True):
+            _put(made, place, value)
+        return made[0]
+
+
+def _set_by_hand(function: FunctionType) -> list[tuple[str, Any]]:
+    """The attributes that a function made of the code of ``function`` does not have of itself."""
+    names = ("__qualname__", "__module__", "__doc__", "__annotations__", "__dict__")
+    bare = FunctionType(function.__code__, function.__globals__, function.__name__, None, function.__closure__)
+    return [(name, getattr(function, name)) for name in names if getattr(function, name) != getattr(bare, name)]
+
+
+def _copy_of(cell: CellType) -> CellType:
+    try:
+        return CellType(cell.cell_contents)
+    except ValueError:
+        return CellType()
