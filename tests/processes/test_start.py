@@ -20,7 +20,7 @@ from farcall.rpc.node_streams import Streams
 from farcall.runtime.calls.executor import Executor
 from farcall.runtime.node import current_runtime, runtime_of
 
-MOST_MODULES = 189
+MOST_MODULES = 190
 """What a plain call needs, and hardly more. A module that only some programs use is imported where they use it."""
 NOT_LOADED = (
     "farcall.channel.device_memory",
@@ -41,7 +41,9 @@ NOT_LOADED = (
     "farcall.rpc.retry",
     "farcall.rpc.streams",
     "farcall.rpc.transfers",
+    "farcall.runtime.calls.arriving_code",
     "farcall.runtime.devices.node",
+    "farcall.serialize.units",
     "farcall.weights",
 )
 PLAIN = """

@@ -21,7 +21,6 @@ from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import RECORDING, decode_failure, encode_function, read_value, withdraw, write_call
-from farcall.serialize.units import split
 
 
 def call_sync(
@@ -64,6 +63,8 @@ def encode_request(
     if func.__class__ is FunctionType:
         function = encode_function(func) or b""
         if not function:
+            from farcall.serialize.units import split  # programs whose functions have names need none
+
             function, values = split(func) or (b"", None)
     else:
         function = name_function(func, args or (), kwargs) or b""

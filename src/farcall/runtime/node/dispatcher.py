@@ -37,7 +37,6 @@ from farcall.runtime.observing.counters import BOUNDS_S, FAILED
 from farcall.runtime.observing.profiling import PROFILING
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.serialize import decline, discard
-from farcall.serialize.units import content_of
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -104,9 +103,7 @@ class Dispatcher:
             messages.QueueFull: RemotePeer.on_queue_full,
             messages.QueueHasRoom: RemotePeer.on_queue_has_room,
             messages.CallCancelled: lambda peer, message: self._server.cancel(peer, message.call_id),
-            messages.CodeWanted: lambda peer, message: peer.control(
-                messages.CodeTold(message.digest, content_of(message.digest))
-            ),
+            messages.CodeWanted: self._on_code_wanted,
             messages.CodeTold: self._on_code,
             messages.Goodbye: self._on_goodbye,
             messages.Ping: lambda peer, message: peer.control(messages.Pong(message.nonce)),
@@ -262,6 +259,11 @@ class Dispatcher:
             handle(peer, message)
         except Exception as error:
             self._mishandled(peer, error)
+
+    def _on_code_wanted(self, peer: RemotePeer, message: messages.CodeWanted) -> None:
+        from farcall.serialize.units import content_of  # the call that named the code has loaded it
+
+        peer.control(messages.CodeTold(message.digest, content_of(message.digest)))
 
     def _on_code(self, peer: RemotePeer, message: messages.CodeTold) -> None:
         if self._server.code is not None:
