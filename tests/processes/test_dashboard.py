@@ -258,6 +258,14 @@ def test_every_view_of_a_large_cluster(tmp_path: Path, size: int) -> None:
                 browser.screenshot(shots / f"{size}-{theme}-{tab}.png")
             browser.click("nav [data-tab=matrix]")
             assert browser.evaluate("document.getElementById('matrix-canvas').width") > 4 * size
+        # Nor does the table of workers inside of it, on a laptop.
+        browser.resize(1280, 800)
+        browser.click("nav [data-tab=workers]")
+        browser.wait_for("document.querySelector('#worker-table td.bad') !== null")
+        assert browser.evaluate("document.querySelector('#workers .scroll').scrollWidth") <= browser.evaluate(
+            "document.querySelector('#workers .scroll').clientWidth"
+        )
+        browser.screenshot(shots / f"{size}-1280-workers.png")
         browser.click("nav [data-tab=workers]")
         browser.wait_for(f"document.querySelectorAll('#worker-table tbody tr').length === {size}")
         assert browser.complaints == []

@@ -104,7 +104,7 @@ class _Display:
         holder = served.behind
         behind = "" if holder is None or not holder.function else f", behind {escape(holder.function)}()"
         self._line(
-            f"  serves {escape(served.function)}() for [cyan]{escape(served.caller)}[/]: {served.state} for "
+            f"  serves {escape(served.title)}() for [cyan]{escape(served.caller)}[/]: {served.state} for "
             f"{_seconds(served.for_s)}{mark}{behind}"
         )
         if waits_for is not None:
@@ -142,7 +142,7 @@ class _Display:
 def _outgoing(call: OutgoingCall) -> str:
     limit = f" of {_seconds(call.timeout_s)}" if call.timeout_s else ", without a timeout"
     verb = "waits for" if call.thread_id else "has called"
-    return f"{verb} [cyan]{escape(call.to)}[/] {escape(call.function)}(): {_seconds(call.for_s)}{limit}"
+    return f"{verb} [cyan]{escape(call.to)}[/] {escape(call.title)}(): {_seconds(call.for_s)}{limit}"
 
 
 def _place(frame: StackLine) -> str:

@@ -391,5 +391,5 @@ def explanation(worker: str, data: bytes, asked_s: float) -> str:
         text += f", now at {state.at.file}:{state.at.line} in {state.at.function}"
     if state.waits_for is not None:
         call = state.waits_for
-        text += f", where it has waited {call.for_s:.2f} s for {call.to} to answer {call.function}()"
+        text += f", where it has waited {call.for_s:.2f} s for {call.to} to answer {call.title}()"
     return text + " (`farcall stacks` shows all workers)"

@@ -11,6 +11,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterable
+from operator import add
 from pathlib import Path
 
 import msgspec
@@ -259,9 +260,12 @@ def _resident_bytes() -> int:
 
 
 def _calls(peer: str, by_function: FunctionCounters) -> Iterable[CallMetrics]:
+    by_title: dict[str, list[int]] = {}  # functions of one name, of two modules, say, are one series
     for function, counters in by_function.copy().items():
-        counted = counters.copy()
         title = "(others)" if function == OTHERS else function_title(function)
+        so_far = by_title.get(title)
+        by_title[title] = counters.copy() if so_far is None else list(map(add, so_far, counters))
+    for title, counted in by_title.items():
         latency = Histogram({bucket: count for bucket, count in enumerate(counted[: len(BOUNDS_S) + 1]) if count})
         yield CallMetrics(peer, title, latency, counted[FAILED], counted[TIMED_OUT], counted[LOST])
 

@@ -78,10 +78,18 @@ class OutgoingCall(msgspec.Struct, frozen=True, array_like=True):
     to: str
     function: str
     for_s: float
+    """How long its answer has been waited for; of a stream, its next item."""
     timeout_s: float
     """0: none."""
     thread_id: int
     """The thread that waits for the answer; 0: none."""
+    progress: str = ""
+    """Of a stream, in words."""
+
+    @property
+    def title(self) -> str:
+        """The function, and how far it is."""
+        return self.function + self.progress
 
 
 class ServedCall(msgspec.Struct, frozen=True, array_like=True):
@@ -100,6 +108,13 @@ class ServedCall(msgspec.Struct, frozen=True, array_like=True):
     """A queued call of a serial object: the call that has the turn. Without a function if no call has it."""
     waiting: int = 0
     """How many calls of its object wait for the turn, if this one does."""
+    progress: str = ""
+    """Of a stream, in words."""
+
+    @property
+    def title(self) -> str:
+        """The function, and how far it is."""
+        return self.function + self.progress
 
 
 class PoolView(msgspec.Struct, frozen=True, array_like=True):
@@ -204,10 +219,9 @@ def _unconnected(node: Runtime) -> list[str]:
 
 def outgoing_call(call: PendingCall) -> OutgoingCall:
     """The view of a call that this node makes."""
-    for_s = monotonic() - call.started_at
-    name = name_of(call.what) + call.progress()
-    timeout_s = 0.0 if call.timeout_s == NEVER else call.timeout_s
-    return OutgoingCall(call.call_id, call.peer.info.name, name, for_s, timeout_s, call.thread_id)
+    name, timeout_s = name_of(call.what), 0.0 if call.timeout_s == NEVER else call.timeout_s
+    peer, thread_id, progress = call.peer.info.name, call.thread_id, call.progress()
+    return OutgoingCall(call.call_id, peer, name, call.waited_s(monotonic()), timeout_s, thread_id, progress)
 
 
 def served_call(request: Request) -> ServedCall:
@@ -227,12 +241,13 @@ def served_call(request: Request) -> ServedCall:
     return ServedCall(
         call_id=frame.call_id,
         caller=request.peer.info.name,
-        function=function_title(frame.function, request.function_name) + request.progress(),
+        function=function_title(frame.function, request.function_name),
         state=state,
         for_s=max(0.0, now - since),
         thread_id=request.thread_id if state == RUNNING else 0,
         behind=behind,
         waiting=0 if turns is None or behind is None else turns.waiting,
+        progress=request.progress(),
     )
 
 
@@ -256,8 +271,9 @@ def _read_stream(reader: Incoming) -> OutgoingCall:
 
 def _written_stream(writer: Writer) -> ServedCall:
     """The view of the thread that makes the items of an outgoing stream."""
-    name, for_s = f"{_OUTGOING} (stream, {writer.describe()})", monotonic() - writer.began_at
-    return ServedCall(-writer.number, writer.peer.info.name, name, RUNNING, for_s, writer.thread_id)
+    for_s, progress = monotonic() - writer.began_at, f" (stream, {writer.describe()})"
+    peer = writer.peer.info.name
+    return ServedCall(-writer.number, peer, _OUTGOING, RUNNING, for_s, writer.thread_id, progress=progress)
 
 
 def view_threads(wanted: Collection[int]) -> list[ThreadView]:

@@ -175,7 +175,7 @@ class _WaitGraph:
                 )
             elif call is not None:
                 steps.append(
-                    f"{node.worker}{self._at(node)} has waited {call.for_s:.1f} s for {call.to} {call.function}()"
+                    f"{node.worker}{self._at(node)} has waited {call.for_s:.1f} s for {call.to} {call.title}()"
                 )
             else:
                 steps.append(

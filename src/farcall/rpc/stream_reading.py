@@ -236,6 +236,10 @@ class StreamCall(Reader, PendingCall):
     def progress(self) -> str:
         return f" (stream, {self._machine.taken_items:,} items)"
 
+    def waited_s(self, now: float) -> float:
+        since = self.waits_since
+        return now - since if since else 0.0
+
     def on_answer(self, frame: Frame) -> None:
         """The function, or its generator, is done. The answer may overtake large parts: linger until all have come."""
         self.arrived = True

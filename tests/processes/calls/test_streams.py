@@ -456,13 +456,26 @@ def test_a_look_at_the_workers_shows_how_far_a_stream_is(nodes: list[farcall.Nod
     assert [next(stream) for _ in range(1)] == [0]
 
     def shown() -> list[str]:
-        return [call.function for call in nodes[1].snapshot().served]
+        return [call.title for call in nodes[1].snapshot().served]
 
     wait_until(lambda: any("its reader takes no more yet" in name for name in shown()))
     assert any(name.startswith("forever") or "forever (stream, 1,0" in name for name in shown())
-    [made] = [call.function for call in nodes[0].snapshot().calls]
-    assert made.startswith("forever (stream, ")
+    [made] = nodes[0].snapshot().calls
+    assert (made.function, made.title.startswith("forever (stream, ")) == ("forever", True)
+    assert made.for_s == 0.0  # nobody waits for an item
     stream.close()
+
+
+def test_a_reader_that_waits_for_an_item_is_seen_to_wait(nodes: list[farcall.Node]) -> None:
+    SEEN["gate"] = threading.Event()
+    stream = nodes[0]["w1"].stream(wait_for_gate)
+    reader = threading.Thread(target=list, args=(stream,))
+    reader.start()
+    try:
+        wait_until(lambda: any(call.for_s for call in nodes[0].snapshot().calls))
+    finally:
+        SEEN["gate"].set()
+        reader.join()
 
 
 def yield_shared(up_to: int) -> Iterator[torch.Tensor]:

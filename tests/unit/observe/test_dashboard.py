@@ -8,6 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from tests.unit.observe.simulated import SimulatedObserver
 
 from farcall.errors import NetworkError
@@ -15,6 +16,7 @@ from farcall.observe.answering import WorkerEvents
 from farcall.observe.dashboard import digest, looks
 from farcall.observe.dashboard.looks import Looks
 from farcall.observe.rates import rows
+from farcall.observe.snapshot import OutgoingCall, PoolView, ServedCall, WorkerSnapshot
 from farcall.observe.web_server import names_loopback
 from farcall.runtime.observing.event_log import LoggedEvent
 
@@ -69,6 +71,46 @@ def test_a_call_is_joined_from_both_ends() -> None:
     assert {call["state"] for call in calls} == {"running"}
     assert calls[0]["at_caller"]["frames"][0] == "/home/me/train.py:57 in step"
     assert calls[0]["at_callee"]["frames"][0] == "/home/me/train.py:112 in main"
+
+
+def looked_at(calls: list[OutgoingCall], served: list[ServedCall]) -> list[WorkerSnapshot]:
+    pool = PoolView(16, 16, 1, 0, 0)
+    return [
+        WorkerSnapshot("w0", 0, 1000, "here", "running", pool, calls, [], []),
+        WorkerSnapshot("w1", 1, 1001, "here", "running", pool, [], served, []),
+    ]
+
+
+TOKENS = OutgoingCall(1, "w1", "tokens", 0.0, 0.0, 0, " (stream, 7 items)")
+LATE_TOKENS = OutgoingCall(2, "w1", "tokens", 4.0, 0.0, 5, " (stream, 3 items)")
+TRAIN = OutgoingCall(3, "w1", "train", 90.0, 0.0, 5)
+
+
+def test_a_stream_whose_items_come_does_not_wait() -> None:
+    found = digest.waiting(looked_at([TOKENS, LATE_TOKENS, TRAIN], []))
+    assert [call["function"] for call in found] == ["train", "tokens (stream, 3 items)"]
+
+
+def test_streams_and_long_calls_have_their_place_before_they_end() -> None:
+    [one] = [one for one in SimulatedObserver(8).metrics().answers if one.rank == 0]
+    now = [replace(one, worker="w0", called=[])]
+    served = [ServedCall(call.call_id, "w0", call.function, "running", 1.0, 5) for call in (TOKENS, LATE_TOKENS, TRAIN)]
+    snapshots = looked_at([TOKENS, LATE_TOKENS, TRAIN], served)
+    [[caller, callee, *rates, under_way]] = digest.pairs([], now, snapshots)
+    assert (caller, callee, any(rates), under_way) == ("w0", "w1", False, 3)
+    between = digest.functions_between(now, "w0", "w1", snapshots)
+    assert [(row["function"], row["calls"], row["under_way"]) for row in between] == [("tokens", 0, 2), ("train", 0, 1)]
+    rows = digest.functions([], [replace(one, served=[])], 1.0, snapshots)
+    assert [(row["function"], row["total"], row["under_way"]) for row in rows] == [("tokens", 0, 2), ("train", 0, 1)]
+
+
+def test_functions_stay_when_the_load_stops() -> None:
+    now = SimulatedObserver(8).metrics().answers
+    busy, idle = digest.functions([], now, 1.0), digest.functions(now, now, 1.0)
+    assert [row["function"] for row in idle] == [row["function"] for row in busy]
+    assert [row["total"] for row in idle] == [row["total"] for row in busy]
+    assert [row["p99"] for row in idle] == [row["p99"] for row in busy]
+    assert {row["runs"] for row in idle} == {0.0}
 
 
 def test_a_death_that_everybody_saw_is_told_once() -> None:

@@ -12,12 +12,12 @@ from rich.console import Console
 
 from farcall.cli.live import page
 from farcall.observe.dashboard import digest
-from farcall.observe.metrics import CallMetrics, ChannelMetrics, Histogram, Metrics
+from farcall.observe.metrics import CallMetrics, ChannelMetrics, Histogram, Metrics, _calls
 from farcall.observe.observer import Answers
 from farcall.observe.rates import rows, weights
 from farcall.observe.snapshot import PoolView
 from farcall.protocol.observing import WorkerState
-from farcall.runtime.observing.counters import BOUNDS_S, MOST_FUNCTIONS, OTHERS, FunctionCounters, counters_of
+from farcall.runtime.observing.counters import BOUNDS_S, FAILED, MOST_FUNCTIONS, OTHERS, FunctionCounters, counters_of
 from farcall.weights.version import WeightsMetrics
 
 
@@ -206,3 +206,14 @@ def test_weights_that_were_closed_and_those_that_nobody_has_published() -> None:
     never, closed = weights([], now)
     assert (closed.publisher, closed.is_closed, closed.version) == ("", True, "1.3")
     assert (never.publisher, never.is_closed, never.version, never.told(5)) == ("", False, "none", "w1 none")
+
+
+def test_functions_of_one_name_are_one_series() -> None:
+    """Prometheus refuses two samples with the same labels."""
+    table: FunctionCounters = {}
+    for module in (b"first", b"second"):
+        counters_of(table, b"p" + module + b"\0Model.step")[3] += 2
+    counters_of(table, b"psecond\0Model.step")[FAILED] += 1
+    assert [(one.peer, one.function, one.latency.buckets, one.failed) for one in _calls("w1", table)] == [
+        ("w1", "Model.step", {3: 4}, 1)
+    ]

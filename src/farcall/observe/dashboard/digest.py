@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from farcall.observe.answering import WorkerEvents
 from farcall.observe.metrics import CallMetrics, Histogram, Metrics
-from farcall.observe.rates import Row, busiest, errors_of, latency_between, pairs_of_looks
+from farcall.observe.rates import FunctionRow, Row, busiest, errors_of, latency_between, pairs_of_looks
 from farcall.observe.rates import weights as weights_of
 from farcall.observe.snapshot import QUEUED, STARTING, ThreadView, WorkerSnapshot
 from farcall.protocol.observing import WorkerState
@@ -98,12 +98,20 @@ def point(at: float, found: Sequence[Row], sent: Sequence[Values]) -> Values:
     }
 
 
-def pairs(before: Sequence[Metrics], now: Sequence[Metrics]) -> list[list[Any]]:
-    """Calls by pair: [caller, callee, calls a second, calls in all, p50, p99, errors in all, bytes a second]."""
+def pairs(
+    before: Sequence[Metrics], now: Sequence[Metrics], snapshots: Sequence[WorkerSnapshot] = ()
+) -> list[list[Any]]:
+    """Calls by pair, in this order: caller, callee, per second, in all, p50, p99, errors in all, bytes/s, under way.
+
+    A call counts when it ends; streams and long calls are under way.
+    """
     found = []
+    open_calls = {one.worker: Counter(call.to for call in one.calls) for one in snapshots}
     for then, one, seconds in pairs_of_looks(before, now):
         (calls_then, bytes_then), (calls_now, bytes_now) = _by_peer(then), _by_peer(one)
-        for peer, calls in calls_now.items():
+        under_way = open_calls.get(one.worker, Counter())
+        for peer in dict.fromkeys((*calls_now, *under_way)):
+            calls = calls_now[peer]
             since = latency_between(calls, calls_then[peer])
             latency = since if since.count else latency_between(calls, [])
             found.append(
@@ -116,6 +124,7 @@ def pairs(before: Sequence[Metrics], now: Sequence[Metrics]) -> list[list[Any]]:
                     _rounded(latency.percentile(99)),
                     errors_of(calls),
                     _rounded(max(0, bytes_now[peer] - bytes_then[peer]) / seconds),
+                    under_way[peer],
                 ]
             )
     return found
@@ -132,42 +141,67 @@ def _by_peer(one: Metrics) -> tuple[defaultdict[str, list[CallMetrics]], Counter
     return calls, sent
 
 
-def functions(before: Sequence[Metrics], now: Sequence[Metrics], seconds: float) -> list[Values]:
-    """The functions that ran, by the time that they took."""
-    return [
-        {
-            "function": row.function,
-            "runs": row.latency.count / seconds,
-            **_percentiles(row.latency),
-            "threads": row.latency.total_s / seconds,
-            "failed": row.failed,
-        }
-        for row in busiest(before, now)[:MOST_FUNCTIONS]
-    ]
+def functions(
+    before: Sequence[Metrics], now: Sequence[Metrics], seconds: float, snapshots: Sequence[WorkerSnapshot] = ()
+) -> list[Values]:
+    """The functions of all workers since their start, by the time that they took of late, then by that in all.
+
+    Percentiles are of late, too, of a function that ran.
+    """
+    lately = {row.function: row for row in busiest(before, now)}
+    in_all = {row.function: row for row in busiest([], now)}
+    under_way = Counter(call.function for one in snapshots for call in one.served)
+    found = []
+    for name in dict.fromkeys((*lately, *under_way, *in_all)):
+        nothing = FunctionRow(name, Histogram({}), 0)
+        late, whole = lately.get(name, nothing), in_all.get(name, nothing)
+        found.append(
+            {
+                "function": name,
+                "runs": late.latency.count / seconds,
+                "total": whole.latency.count,
+                "under_way": under_way[name],
+                **_percentiles(late.latency if late.latency.count else whole.latency),
+                "threads": late.latency.total_s / seconds,
+                "failed": whole.failed,
+            }
+        )
+    return found[:MOST_FUNCTIONS]
 
 
-def functions_between(now: Sequence[Metrics], caller: str, callee: str) -> list[Values]:
+def functions_between(
+    now: Sequence[Metrics], caller: str, callee: str, snapshots: Sequence[WorkerSnapshot] = ()
+) -> list[Values]:
     """The functions that one worker calls on another, since its start; an empty name means all."""
     by_function: defaultdict[str, list[CallMetrics]] = defaultdict(list)
+    under_way = Counter(
+        call.function
+        for one in snapshots
+        if caller in ("", one.worker)
+        for call in one.calls
+        if callee in ("", call.to)
+    )
     for one in now:
         if caller in ("", one.worker):
             for call in one.called:
                 if callee in ("", call.peer):
                     by_function[call.function].append(call)
     found = []
-    for function, calls in by_function.items():
+    for function in dict.fromkeys((*by_function, *under_way)):
+        calls = by_function[function]
         latency = latency_between(calls, [])
         found.append(
             {
                 "function": function,
                 "calls": latency.count,
+                "under_way": under_way[function],
                 **_percentiles(latency),
                 "failed": sum(call.failed for call in calls),
                 "timed_out": sum(call.timed_out for call in calls),
                 "lost": sum(call.lost for call in calls),
             }
         )
-    return sorted(found, key=lambda one: one["calls"], reverse=True)[:MOST_FUNCTIONS]
+    return sorted(found, key=lambda one: one["calls"] + one["under_way"], reverse=True)[:MOST_FUNCTIONS]
 
 
 def channels(before: Sequence[Metrics], now: Sequence[Metrics]) -> list[Values]:
@@ -203,16 +237,17 @@ def weights(before: Sequence[Metrics], now: Sequence[Metrics]) -> list[Values]:
 
 
 def waiting(snapshots: Sequence[WorkerSnapshot]) -> list[Values]:
-    """The calls that have waited longest, with the stacks of both ends."""
+    """The calls that have waited longest, with the stacks of both ends. Of streams, those whose next item is late."""
     served = {(one.worker, call.caller, call.call_id): (one, call) for one in snapshots for call in one.served}
-    made = sorted(((one, call) for one in snapshots for call in one.calls), key=lambda pair: -pair[1].for_s)
+    made = [(one, call) for one in snapshots for call in one.calls if call.for_s]
+    made.sort(key=lambda pair: -pair[1].for_s)
     entries = []
     for one, call in made[:MOST_WAITING]:
         entry: Values = {
             "caller": one.worker,
             "callee": call.to,
             "call": call.call_id,
-            "function": call.function,
+            "function": call.title,
             "for_s": call.for_s,
             "timeout_s": call.timeout_s,
             "at_caller": _stack(one.thread(call.thread_id) if call.thread_id else None),

@@ -56,7 +56,7 @@ class Looks:
         self._asked_at = monotonic()
         self._before: list[Metrics] = []
         self._recent: deque[tuple[float, list[Metrics]]] = deque()
-        self._snapshots_before: list[WorkerSnapshot] = []
+        self._snapshots: list[WorkerSnapshot] = []
         self._points: deque[dict[str, Any]] = deque(maxlen=MOST_POINTS)
         self._number = 0
         self._state: dict[str, Any] = {"error": "it has not been looked at yet", "workers": []}
@@ -87,7 +87,7 @@ class Looks:
 
     def functions_between(self, caller: str, callee: str) -> list[dict[str, Any]]:
         """The functions that one worker calls on another."""
-        return digest.functions_between(self._metrics, caller, callee)
+        return digest.functions_between(self._metrics, caller, callee, self._snapshots)
 
     # ------------------------------------------------------------------ the thread that looks
 
@@ -127,8 +127,8 @@ class Looks:
         snapshots = observer.snapshots()
         happened = observer.events()
         before, self._before = self._before, heard.answers
-        still = still_threads(self._snapshots_before, snapshots.answers)
-        self._snapshots_before = snapshots.answers
+        still = still_threads(self._snapshots, snapshots.answers)
+        self._snapshots = snapshots.answers
         self._metrics = heard.answers
         self._number += 1
         found = rows(before, heard.answers)
@@ -142,8 +142,8 @@ class Looks:
             "number": self._number,
             "looked_at": time.time(),
             "workers": digest.workers(found, heard.silent),
-            "pairs": digest.pairs(self._some_time_ago(heard.answers), heard.answers),
-            "functions": digest.functions(before, heard.answers, seconds),
+            "pairs": digest.pairs(self._some_time_ago(heard.answers), heard.answers, snapshots.answers),
+            "functions": digest.functions(before, heard.answers, seconds, snapshots.answers),
             "channels": sent,
             "weights": digest.weights(before, heard.answers),
             "waiting": digest.waiting(snapshots.answers),

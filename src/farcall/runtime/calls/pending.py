@@ -79,6 +79,10 @@ class PendingCall:
         """Its progress in words, shown behind its name; empty if there is nothing to report."""
         return ""
 
+    def waited_s(self, now: float) -> float:
+        """How long its caller has waited for what comes next."""
+        return now - self.started_at
+
     def on_answer(self, frame: Frame) -> None:
         """The answer arrived."""
         raise NotImplementedError

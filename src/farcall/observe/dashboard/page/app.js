@@ -131,7 +131,7 @@ function showWorkers() {
 }
 
 function showFunctions() {
-  table(find("function-table"), FUNCTIONS, state.functions ?? [], "no function has run since the last look");
+  table(find("function-table"), FUNCTIONS, state.functions ?? [], "no function has run yet");
 }
 
 function showMemory() {

@@ -2,8 +2,8 @@
 // where there is room, and the pointer shows everything.
 import { count, duration, size } from "./words.js";
 
-const FIELDS = { calls: 2, total: 3, p50: 4, p99: 5, errors: 6, bytes: 7 };
-const FORMATS = { calls: count, total: count, p50: duration, p99: duration, errors: count, bytes: (value) => size(value) };
+const FIELDS = { calls: 2, total: 3, p50: 4, p99: 5, errors: 6, bytes: 7, open: 8 };
+const FORMATS = { calls: count, total: count, p50: duration, p99: duration, errors: count, bytes: (value) => size(value), open: count };
 
 export class Matrix {
   constructor(canvas, place, tip, legend, onChosen) {
@@ -67,7 +67,7 @@ export class Matrix {
     const gap = cell >= 9 ? 1 : 0;
     for (let row = 0; row < number; row += 1) {
       for (let column = 0; column < number; column += 1) {
-        const value = this.at(row, column)?.[FIELDS[this.by]] ?? 0;
+        const pair = this.at(row, column), value = pair?.[FIELDS[this.by]] ?? 0;
         const x = left + column * cell, y = top + row * cell, strength = shade(value);
         brush.globalAlpha = 1;
         brush.fillStyle = row === column ? line : ground;
@@ -83,6 +83,9 @@ export class Matrix {
             brush.font = "10px system-ui, sans-serif";
             brush.fillText(FORMATS[this.by](value).replace(" ", ""), x + cell / 2, y + cell / 2 + 4, cell - 4);
           }
+        } else if (pair?.[FIELDS.open] > 0) {  // none has ended of late: streams, or long calls
+          brush.fillStyle = muted;
+          brush.fillRect(x + cell / 3, y + cell / 3, (cell - gap) / 3, (cell - gap) / 3);
         }
       }
     }
@@ -126,7 +129,7 @@ export class Matrix {
       const pair = this.at(row, column);
       const lines = [`${this.names[row]} → ${this.names[column]}`];
       if (pair) {
-        lines.push(`${count(pair[2])} calls/s, ${count(pair[3])} in all`, `median ${duration(pair[4])}, 99 % within ${duration(pair[5])}`);
+        lines.push(`${count(pair[2])} calls/s, ${count(pair[3])} in all, ${count(pair[8])} under way`, `median ${duration(pair[4])}, 99 % within ${duration(pair[5])}`);
         lines.push(`${size(pair[7])}/s, ${count(pair[6])} errors`);
       } else lines.push("no calls");
       this.tip.textContent = lines.join("\n");

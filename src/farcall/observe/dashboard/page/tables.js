@@ -30,8 +30,6 @@ export const WORKERS = [
   { key: "queued", title: "queued", read: (worker) => count(worker.queued), mark: (worker) => (isFull(worker) ? "warn" : "") },
   { key: "busy", title: "threads", read: ifKnown((worker) => `${worker.busy}/${worker.threads}`) },
   { key: "owned", title: "refs", read: ifKnown((worker) => `${count(worker.owned)}/${count(worker.used)}`) },
-  { key: "contexts", title: "contexts", read: (worker) => count(worker.contexts) },
-  { key: "reconnects", title: "reconnects", read: (worker) => count(worker.reconnects) },
   { key: "host", title: "host", read: (worker) => worker.host ?? "", kind: "text" },
 ];
 
@@ -40,6 +38,7 @@ const errors = (row) => [[row.failed, "failed"], [row.timed_out, "timed out"], [
 export const CALLS = [
   { title: "function", read: (row) => row.function, kind: "name" },
   { title: "calls", read: (row) => count(row.calls) },
+  { title: "under way", read: (row) => count(row.under_way) },
   { title: "median", read: (row) => duration(row.p50) },
   { title: "99 %", read: (row) => duration(row.p99) },
   { title: "errors", read: errors, mark: badIf(errors) },
@@ -48,6 +47,8 @@ export const CALLS = [
 export const FUNCTIONS = [
   { title: "function", read: (row) => row.function, kind: "name" },
   { title: "runs/s", read: (row) => count(row.runs) },
+  { title: "runs in all", read: (row) => count(row.total) },
+  { title: "under way", read: (row) => count(row.under_way) },
   { title: "median", read: (row) => duration(row.p50) },
   { title: "90 %", read: (row) => duration(row.p90) },
   { title: "99 %", read: (row) => duration(row.p99) },
