@@ -7,7 +7,8 @@ blocks, binned blocks, free ranges and the untouched tail do not overlap and cov
 Segments are anonymous files (``memfd``): they leave nothing in /dev/shm, and vanish with the last descriptor and
 mapping. They are sealed against shrinking, because a peer that truncated one would kill every process that touches it.
 The first touch of a page costs several times the copy into it. So freed blocks are reused last in, first out, and
-untouched memory is used only when no freed memory fits.
+untouched memory is used only when no freed memory fits. The kernel fills that (`Block.fill`): a write to the file makes
+pages without clearing them first, and maps them all at once; a copy through the mapping would fault at each page.
 
 **Whether two processes may share memory.** Each node announces its host token, a unix address and a TCP address. The
 dialler tries the unix address if both tokens are equal and not empty. It takes TCP if they differ or on ANY failure of
@@ -17,10 +18,13 @@ other); the dial is the proof, and the descriptor passed over it grants the memo
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import sys
 from collections.abc import Hashable
+from functools import cache
+from typing import Any
 
 try:
     import fcntl
@@ -31,6 +35,7 @@ except ImportError:  # not POSIX: shared memory is never used, but importing mus
 import msgspec
 import torch
 
+from farcall.channel.host_memory import copy_bytes
 from farcall.transport.unix import unix_sockets_work
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -38,6 +43,7 @@ logger: logging.Logger = logging.getLogger("farcall")
 PAGE_BYTES = 4096
 _SEALS = 0x0001 | 0x0002 | 0x0004  # F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW
 _HUGE_PAGE_BYTES = 2 << 20
+_MADV_POPULATE_WRITE = 23
 # Below this size, searching binned blocks for warm memory costs more than touching fresh pages.
 _WORTH_JOINING_BYTES = 64 * 1024
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -63,6 +69,13 @@ class Block(msgspec.Struct, eq=False):
     holders: int = 1
     """How often it is held: by this process (at most once), and by each peer as often as it was lent."""
 
+    def fill(self, source: memoryview) -> None:
+        """Copy ``source``, which is as long, into it. Raises OSError if there is no memory for fresh pages."""
+        if self.offset + self.size > self.segment.filled_bytes:
+            self.segment.fill_fresh(self.offset, source)
+        else:
+            copy_bytes(self.view, source)
+
 
 class Segment:
     """A memory file of this process, mapped, with a free list.
@@ -75,6 +88,7 @@ class Segment:
         "_untouched",
         "address",
         "descriptor",
+        "filled_bytes",
         "id",
         "idle_since",
         "kept",
@@ -100,6 +114,8 @@ class Segment:
         self.view: memoryview = memoryview(self.mapping)
         self.address: int = torch.frombuffer(self.view, dtype=torch.uint8).data_ptr()
         self.live: dict[int, Block] = {}
+        #: Up to here its pages were filled once. A hint, kept without a lock: where it is wrong, filling takes longer.
+        self.filled_bytes: int = 0
         #: The peers that have its descriptor.
         self.offered_to: set[object] = set()
         self.idle_since: float | None = None
@@ -154,6 +170,17 @@ class Segment:
             else:
                 joined.append((offset, size))
         self._ranges = joined
+
+    def fill_fresh(self, offset: int, source: memoryview) -> None:
+        """Copy ``source`` to ``offset``, where pages may be missing, and map them."""
+        rest = source.cast("B") if source.ndim != 1 or source.format != "B" else source
+        end = offset + len(rest)
+        while rest:
+            rest = rest[os.pwrite(self.descriptor, rest, end - len(rest)) :]
+        start = self.address + offset & -PAGE_BYTES
+        # A kernel before 5.14 does not know this, and maps each page at its next use.
+        _advise()(start, self.address + end - start, _MADV_POPULATE_WRITE)
+        self.filled_bytes = max(self.filled_bytes, end)
 
     def close(self) -> None:
         """Give up descriptor and mapping. The file stays mapped until its last view dies."""
@@ -325,6 +352,14 @@ class Arena:
         peers: list[Hashable] = list(segment.offered_to)
         segment.close()
         return segment.id, peers
+
+
+@cache
+def _advise() -> Any:
+    """``madvise``, without the interpreter lock, which ``mmap.madvise`` holds: large memory takes long."""
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return advise
 
 
 def segments_work() -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import tempfile
 from collections.abc import Iterator
 
@@ -16,7 +17,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from farcall.channel.host_memory import ALIGNMENT_BYTES, copy_bytes
 from farcall.channel.segment_map import SegmentMap
-from farcall.channel.segments import Block, SegmentRefused, host_token, segments_work
+from farcall.channel.segments import PAGE_BYTES, Block, SegmentRefused, host_token, segments_work
 from farcall.channel.shared_memory import SegmentPool
 
 pytestmark = pytest.mark.skipif(not segments_work(), reason="no sealed memory files here")
@@ -47,6 +48,20 @@ def shown_to(pool: SegmentPool, segment_map: SegmentMap, segment_id: int, peer: 
     offer = pool.offer(segment_id, peer)
     assert offer is not None
     segment_map.attach(offer.segment_id, os.dup(offer.descriptor), offer.size)
+
+
+def test_filling_a_fresh_block_touches_its_pages_once_and_its_neighbours_never(pool: SegmentPool) -> None:
+    size = 2 * MEBIBYTE + 64  # so the blocks share a page
+    before, block, behind = (allocated(pool, size) for _ in range(3))
+    for other in (before, behind):
+        other.fill(memoryview(b"o" * size))
+    numbers = torch.arange(size // 4, dtype=torch.int32)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block.fill(memoryview(numbers.numpy()))
+    assert block.view == memoryview(numbers.numpy()).cast("B")
+    block.fill(memoryview(b"b" * size))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 1.5 * size / PAGE_BYTES
+    assert (before.view, block.view, behind.view) == (b"o" * size, b"b" * size, b"o" * size)
 
 
 def test_bytes_cross(pool: SegmentPool) -> None:

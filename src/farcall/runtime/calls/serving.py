@@ -404,6 +404,7 @@ class Request:
         server._computing.add(self)
         started = self.started_at = perf_counter()
         entrusted: Entrusted | None = None
+        failure: Frame | None = None
         if self.expected_s >= QUICK_S:
             server.flush()  # held-back answers go first: this function may take long
         try:
@@ -434,7 +435,7 @@ class Request:
                 outcome = [self.profile.run(func, args, kwargs)]
             else:
                 outcome = [func(*args, **kwargs) if kwargs else func(*args)]
-            del args, kwargs
+            args = kwargs = None
             # `answers_later`, inlined: every request passes here.
             if (
                 outcome[0].__class__ in LATER
@@ -443,8 +444,10 @@ class Request:
             ):
                 entrusted = self._answer_later(func, outcome[0])
         except BaseException as error:
-            self.fail(error)
-            return
+            failure = self._wanted_failure(error)
+            if failure is None:
+                return
+            args = kwargs = None  # which the traceback holds, too: their memory is released ahead of the answer
         finally:
             took_s = perf_counter() - started
             server._computing.discard(self)
@@ -463,6 +466,9 @@ class Request:
             if recording is not None:
                 RECORDING.set(outside)
             CURRENT.reset(outer)
+        if failure is not None:
+            self._send(failure, False)
+            return
         if self.deferred:
             if entrusted is not None:
                 self.entrust(entrusted)  # after the timing above: it may run other functions, with times of their own
@@ -526,10 +532,16 @@ class Request:
 
     def fail(self, error: BaseException) -> None:
         """Answer with ``error``."""
+        failure = self._wanted_failure(error)
+        if failure is not None:
+            self._send(failure, False)
+
+    def _wanted_failure(self, error: BaseException) -> Frame | None:
+        """As `failure`; None if the caller no longer waits."""
         if self.cancelled:
             self.server.answered(self)
-        else:
-            self._send(self.failure(error), False)
+            return None
+        return self.failure(error)
 
     def failure(self, error: BaseException) -> Frame:
         """Encode ``error`` for the caller; count it and log it here."""

@@ -2,7 +2,7 @@
 
 Owns what the peer knows of our segments. The states of one segment:
 
-    unknown   first buffer placed in it  -> offered (descriptor sent; this buffer goes inline)
+    unknown   first buffer placed in it  -> offered (descriptor sent; a large message waits, another goes inline)
     offered   SegmentAccepted            -> accepted: tickets may name it
     offered   SegmentRefused             -> the peer gets everything inline from now on
     offered   the connection broke first -> unknown, if the peer has not got the offer (`resend.py`)
@@ -11,6 +11,9 @@ Owns what the peer knows of our segments. The states of one segment:
 A broken connection changes nothing else: both processes live, and so do their mappings. Tickets and releases are small
 frames, which the session retransmits if they were lost; blocks stay lent meanwhile. Only the peer's death takes them
 back (`close`).
+
+A large message is copied into the segment while its offer is under way. Fresh memory costs more than anything else in
+here: inline, the bytes would be written to fresh memory of the peer, and those of the next message to the segment.
 
 The sending thread places buffers; the pool has its own lock, and the set of accepted segments sees only single atomic
 operations. Without memory a buffer goes inline: that is never an error.
@@ -29,7 +32,7 @@ from farcall.channel.shared_memory import Offer, SegmentPool
 from farcall.protocol import messages
 from farcall.protocol.frames import CARRIES_DESCRIPTOR, CONTROL, LARGE_BYTES, SHARED, YOURS, Ticket, encode_small
 from farcall.runtime.io import sigint
-from farcall.runtime.io.reader import in_event_loop
+from farcall.runtime.io.reader import in_event_loop, stop_reading
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.resend import LostOffer
 
@@ -46,13 +49,18 @@ code allocates, looks up and releases a block; at four times this size a segment
 """
 
 
+WORTH_WAITING_BYTES = 1 << 20
+"""A message of this size waits until the peer has mapped its segments: inline it would wait for the peer to read it."""
+
+
 class SharedMemorySender:
     """The blocks that this node lends to one peer; the pool knows it as their holder.
 
-    Mutable: ``is_wanted``, which only becomes False, and ``_accepted``, the ids of segments that the peer has mapped.
+    Mutable: ``is_wanted``, which only becomes False, and the ids of segments: ``_accepted``, those that the peer has
+    mapped, and ``_unanswered``, those whose offer is under way.
     """
 
-    __slots__ = ("_accepted", "_borrowed", "_peer", "_pool", "_write_later", "is_wanted")
+    __slots__ = ("_accepted", "_borrowed", "_peer", "_pool", "_unanswered", "_write_later", "is_wanted")
 
     def __init__(
         self,
@@ -69,6 +77,7 @@ class SharedMemorySender:
         self.is_wanted: bool = True
         """Does the peer map the segments that it is offered?"""
         self._accepted: set[int] = set()
+        self._unanswered: set[int] = set()
 
     def __repr__(self) -> str:
         return f"<SharedMemorySender to {self._peer.info.name}>"
@@ -90,6 +99,7 @@ class SharedMemorySender:
         Returns how many bytes go through segments.
         """
         shared_bytes = 0
+        unsure: list[int] = []
         in_use = self._borrowed.in_use  # empty if the function returned a fresh tensor: its arguments have died by now
         guard = sigint.here.guard
         if not guard.depth:
@@ -104,10 +114,12 @@ class SharedMemorySender:
                     continue
                 found = self._give_back(buffers, index, deadline) if may_give_back and in_use else None
                 if found is None:
-                    found = self._copy_into_segment(buffers[index], deadline)
+                    found = self._copy_into_segment(buffers, index, deadline, unsure)
                 if found.__class__ is Ticket:
                     shared_bytes += size
                 placed.append(found)
+            if unsure:
+                shared_bytes -= self._settle(buffers, placed, unsure, deadline)
         finally:
             guard.depth -= 1
             if guard.held is not None:
@@ -124,13 +136,45 @@ class SharedMemorySender:
             return Ticket(buffers[index].nbytes, given.segment_id | YOURS, given.offset)
         # The block has other users here: copy it, and do not let it go back before.
         try:
-            copied = self._copy_into_segment(buffers[index], deadline)
+            copied = self._copy_into_segment(buffers, index, deadline)
             return copied if isinstance(copied, Ticket) else memoryview(bytearray(copied))
         finally:
             given.settled()
 
-    def _copy_into_segment(self, buffer: memoryview, deadline: float) -> memoryview | Ticket:
+    def _settle(
+        self, buffers: Sequence[memoryview], placed: list[memoryview | Ticket], unsure: list[int], deadline: float
+    ) -> int:
+        """Wait until the peer has the segments of these tickets; put the buffer back in the place of any that it lacks.
+
+        Returns how many bytes go inline for that.
+        """
+        stop_reading()
+        queue = self._peer.link.outgoing.queue
+        inline_bytes = 0
+        for index in unsure:
+            ticket = placed[index]
+            assert isinstance(ticket, Ticket)
+            queue.wait_while(partial(self._is_under_way, ticket.segment_id), deadline)
+            if ticket.segment_id not in self._accepted:
+                placed[index] = buffers[index]
+                inline_bytes += ticket.size_bytes
+                if not queue.closed:  # else `close` has taken all blocks back, or will
+                    self._pool.release(ticket.segment_id, ticket.offset, self)
+        return inline_bytes
+
+    def _is_under_way(self, segment_id: int) -> bool:
+        """May the peer still answer the offer of this segment?"""
+        return segment_id in self._unanswered and self.is_wanted and not self._peer.link.outgoing.queue.closed
+
+    def _copy_into_segment(
+        self, buffers: Sequence[memoryview], index: int, deadline: float, unsure: list[int] | None = None
+    ) -> memoryview | Ticket:
+        """A ticket for a copy of the buffer; the buffer itself if there is no room.
+
+        ``unsure`` gets the index of a ticket whose segment the peer has yet to map; None: make no such ticket.
+        """
         pool = self._pool
+        buffer = buffers[index]
         size = buffer.nbytes
         if pool.addresses:
             found = pool.find(address_of(buffer), size)
@@ -153,18 +197,22 @@ class SharedMemorySender:
         if block is None:
             return buffer
         segment_id = block.segment_id
-        is_accepted = segment_id in self._accepted
+        is_filled = False
         try:
-            if is_accepted:
-                copy_bytes(block.view, buffer)
-            else:
-                self._offer(segment_id, deadline)
+            is_accepted = segment_id in self._accepted
+            if is_accepted or (self._offer(segment_id, deadline) and unsure is not None and _is_large(buffers)):
+                block.fill(buffer)
+                is_filled = True
+                if not is_accepted and unsure is not None:
+                    unsure.append(index)
+        except OSError as error:
+            logger.info("a tensor for %s goes over the socket: %s", self._peer.info.name, error)
         finally:
             if self._peer.link.broken is not None:
                 pool.release_all(self)  # the link broke meanwhile: `close` may have run before this allocation
-            elif not is_accepted:
+            elif not is_filled:
                 pool.release(segment_id, block.offset, self)
-        return Ticket(size, segment_id, block.offset) if is_accepted else buffer
+        return Ticket(size, segment_id, block.offset) if is_filled else buffer
 
     def reaches(self, segment_id: int) -> bool:
         """Has the peer mapped this segment of ours? If not, offer it, so that a later call may return True."""
@@ -172,18 +220,24 @@ class SharedMemorySender:
             self._offer(segment_id, NEVER)
         return segment_id in self._accepted
 
-    def _offer(self, segment_id: int, deadline: float) -> None:
-        """Offer the peer a segment, unless that was done before; tickets may name it once it is accepted."""
+    def _offer(self, segment_id: int, deadline: float) -> bool:
+        """Offer the peer a segment, unless that was done before; tickets may name it once it is accepted.
+
+        True: this thread may wait for that.
+        """
         link = self._peer.link
         if link.outgoing.queue.down or not link.transport.carries_descriptors:
-            return  # inline, for now: a unix connection that broke may come back over TCP, and the other way round
+            # Inline, for now: a unix connection that broke may come back over TCP, and the other way round.
+            return False
         later = link.on_io_thread() or in_event_loop()
         offer = self._pool.offer(segment_id, self, keep=later)
         if offer is not None:
+            self._unanswered.add(segment_id)
             if later:
                 self._write_later(partial(self._send_kept_offer, offer))
             else:
                 self._send_offer(offer, deadline)
+        return not later
 
     def _send_kept_offer(self, offer: Offer) -> None:
         try:
@@ -194,22 +248,33 @@ class SharedMemorySender:
     def _send_offer(self, offer: Offer, deadline: float) -> None:
         message = messages.encode_message(messages.SegmentOffered(offer.segment_id, offer.size))
         frame = encode_small(CONTROL, CARRIES_DESCRIPTOR, 0, b"", b"", message)
-        lost = LostOffer(partial(self._pool.withdraw_offer, offer.segment_id, self))
+        withdraw = partial(self._withdraw_offer, offer.segment_id)
         sent = False
         try:
-            sent = self._peer.link.outgoing.send_with_descriptor(frame, offer.descriptor, deadline, lost)
+            sent = self._peer.link.outgoing.send_with_descriptor(frame, offer.descriptor, deadline, LostOffer(withdraw))
         finally:
             if not sent:
-                self._pool.withdraw_offer(offer.segment_id, self)  # a later buffer offers it again
+                withdraw()
+
+    def _withdraw_offer(self, segment_id: int) -> None:
+        """An offer was not sent, or lost: a later buffer offers the segment again."""
+        self._pool.withdraw_offer(segment_id, self)
+        self._on_answer(segment_id)
+
+    def _on_answer(self, segment_id: int) -> None:
+        self._unanswered.discard(segment_id)
+        self._peer.link.outgoing.queue.wake_waiting()
 
     def on_accepted(self, segment_id: int) -> None:
         """The peer has mapped a segment of ours."""
         self._accepted.add(segment_id)
+        self._on_answer(segment_id)
 
     def on_refused(self, reason: str) -> None:
         """The peer cannot map our segments: everything goes inline from now on."""
         logger.info("%s takes no shared memory (%s): tensors go over the socket", self._peer.info.name, reason)
         self.is_wanted = False  # but it may still hold blocks of other segments
+        self._peer.link.outgoing.queue.wake_waiting()
 
     def retire(self, segment_id: int) -> None:
         """The pool has given up a segment: tell the peer to unmap it."""
@@ -241,6 +306,10 @@ class SharedMemorySender:
     def close(self) -> None:
         """The peer is gone: take back all blocks that it held."""
         self._pool.release_all(self)
+
+
+def _is_large(buffers: Sequence[memoryview]) -> bool:
+    return sum(buffer.nbytes for buffer in buffers) >= WORTH_WAITING_BYTES
 
 
 def retire_from(holders: Iterable[object], segment_id: int) -> None:

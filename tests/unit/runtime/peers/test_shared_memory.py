@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ from farcall.channel.segments import segments_work
 from farcall.channel.shared_memory import SegmentPool
 from farcall.protocol.frames import YOURS, Ticket
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.peers.shared_memory import SHARED_BYTES, SharedMemorySender
+from farcall.runtime.link.resend import LostOffer
+from farcall.runtime.peers.shared_memory import SHARED_BYTES, WORTH_WAITING_BYTES, SharedMemorySender
 
 pytestmark = pytest.mark.skipif(not segments_work(), reason="no sealed memory files on this system")
 
@@ -42,19 +44,33 @@ def test_a_block_that_the_peer_is_owed_carries_the_answer_and_is_owed_again_if_t
 
 
 class FakePeer:
-    """A peer to whom the I/O thread sends; keeps the name of the file behind each descriptor that it is sent."""
+    """A peer to whom the I/O thread sends; keeps the name of the file behind each descriptor that it is sent.
 
-    def __init__(self) -> None:
+    ``on_wait``: another thread sends, and this happens when it waits.
+    """
+
+    def __init__(self, on_wait: Callable[[], None] | None = None) -> None:
         self.offered: list[str] = []
         self.info = SimpleNamespace(name="peer")
-        outgoing = SimpleNamespace(queue=SimpleNamespace(down=False), send_with_descriptor=self.send_with_descriptor)
+        self.queue = SimpleNamespace(down=False, closed=False, wait_while=self.wait_while, wake_waiting=lambda: None)
+        outgoing = SimpleNamespace(queue=self.queue, send_with_descriptor=self.send_with_descriptor)
         self.transport = SimpleNamespace(carries_descriptors=True)
         self.refuses = False
-        self.link = SimpleNamespace(on_io_thread=lambda: True, broken=None, outgoing=outgoing, transport=self.transport)
+        self.on_wait = on_wait
+        self.lost: LostOffer | None = None
+        self.link: Any = SimpleNamespace(broken=None, outgoing=outgoing, transport=self.transport)
+        self.link.on_io_thread = lambda: on_wait is None
 
-    def send_with_descriptor(self, data: bytes, descriptor: int, *_: object) -> bool:
+    def send_with_descriptor(self, data: bytes, descriptor: int, deadline: float, lost: LostOffer) -> bool:
         self.offered.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        self.lost = lost
         return not self.refuses
+
+    def wait_while(self, condition: Callable[[], bool], deadline: float) -> None:
+        if condition():
+            assert self.on_wait is not None, "the I/O thread must not wait"
+            self.on_wait()
+            assert not condition() or deadline == PASSED
 
     def control(self, message: Any) -> None:
         pass
@@ -98,3 +114,57 @@ def test_over_a_link_without_descriptors_buffers_go_inline_until_it_carries_some
     peer.transport.carries_descriptors = False
     assert isinstance(place(), Ticket)  # the peer has this segment, whatever the link carries
     pool.close()
+
+
+OnWait = Callable[[SharedMemorySender, FakePeer], object]
+PASSED = 0.0
+
+
+def first_large_message(on_wait: OnWait, deadline: float = NEVER) -> list[type]:
+    """How two buffers travel for which there is no segment yet; ``on_wait`` is what happens when their sender waits."""
+    pool = SegmentPool(4 << 20)
+    peer = FakePeer(lambda: on_wait(sender, peer))
+    sender = SharedMemorySender(peer, pool, SegmentMap(), lambda write: write())  # type: ignore[arg-type]
+    buffers = [memoryview(bytes([value]) * (WORTH_WAITING_BYTES // 2)) for value in (1, 2)]
+    placed: list[memoryview | Ticket] = []
+    shared_bytes = sender.place(buffers, placed, deadline, may_give_back=False)
+    assert len(peer.offered) == 1
+    for each, buffer in zip(placed, buffers, strict=True):
+        if isinstance(each, Ticket):
+            view = pool._segments[1].view[each.offset :][: each.size_bytes]
+            assert view == buffer
+            shared_bytes -= each.size_bytes
+        else:
+            assert each is buffer
+    assert shared_bytes == 0
+    if peer.queue.closed:
+        sender.close()
+    sender.take_back(placed)
+    assert pool.live_bytes == 0
+    pool.close()
+    return [type(each) for each in placed]
+
+
+@pytest.mark.parametrize(
+    ("on_wait", "kind"),
+    [
+        pytest.param(lambda sender, peer: sender.on_accepted(1), Ticket, id="accepted"),
+        pytest.param(lambda sender, peer: sender.on_refused("it has no room"), memoryview, id="refused"),
+        pytest.param(lambda sender, peer: peer.lost.lost(), memoryview, id="the connection broke"),
+        pytest.param(lambda sender, peer: setattr(peer.queue, "closed", True), memoryview, id="the link is closed"),
+    ],
+)
+def test_a_large_message_fills_its_segment_while_the_offer_is_under_way(on_wait: OnWait, kind: type) -> None:
+    assert first_large_message(on_wait) == [kind, kind]
+
+
+def test_a_large_message_goes_inline_where_the_offer_is_not_answered_in_time() -> None:
+    assert first_large_message(lambda sender, peer: None, PASSED) == [memoryview, memoryview]
+
+
+def test_where_fresh_memory_is_not_to_be_had_a_large_message_goes_inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "pwrite", no_memory)
+    assert first_large_message(lambda sender, peer: None) == [memoryview, memoryview]
