@@ -31,6 +31,7 @@ DEFAULT_NUM_WORKER_THREADS: Final = 16
 ENV_ADVERTISE: Final = "FARCALL_ADVERTISE"
 ENV_ALLOWED: Final = "FARCALL_ALLOWED"
 ENV_SECRET: Final = "FARCALL_SECRET"
+ENV_OBSERVERS_SECRET: Final = "FARCALL_OBSERVERS_SECRET"
 ENV_SECRET_FILE: Final = "FARCALL_SECRET_FILE"
 ENV_ENCRYPTION: Final = "FARCALL_ENCRYPTION"
 ENV_TLS_FILES: Final = ("FARCALL_TLS_CA", "FARCALL_TLS_CERT", "FARCALL_TLS_KEY")
@@ -169,7 +170,10 @@ class ObservingOptions(_Checked):
         cluster_name: the name of this cluster for people, in ``farcall top``, on the live page and for ``--cluster``.
             Default: ``FARCALL_CLUSTER_NAME``, else a number that farcall makes.
         observable: whether commands of the same user on this host (``farcall top``, ``farcall stacks``) find this node,
-            by a file that only this user may read. With the cluster's secret it can be observed in any case.
+            by a file that only this user may read. With the secret of observers it can be observed in any case.
+        secret: what observers prove, the same at all workers. Default: ``FARCALL_OBSERVERS_SECRET``, else the cluster's
+            secret; in a group with a table of `farcall.allow` a secret that each node makes for itself, so that only
+            its own user can look at it.
         runtime_directory: the directory of those files. Default: ``FARCALL_RUNTIME_DIRECTORY``, else ``farcall`` in
             ``XDG_RUNTIME_DIR``, else ``farcall-<user number>`` in the directory for temporary files.
         metrics_port: serve metrics there in Prometheus' text format, or at the next free port where another process has
@@ -188,6 +192,7 @@ class ObservingOptions(_Checked):
     """
 
     observable: bool = True
+    secret: str | bytes | None = field(default=None, repr=False)
     cluster_name: str | None = None
     runtime_directory: str | None = None
     metrics_port: int | None = None
@@ -199,11 +204,25 @@ class ObservingOptions(_Checked):
 
     def __post_init__(self) -> None:
         self._check(check.flag, "observable", "opentelemetry")
+        self._check_or_look_up(_checked_secret, "secret", ENV_OBSERVERS_SECRET)
         self._check_or_look_up(check.text, "runtime_directory", ENV_RUNTIME_DIRECTORY)
         self._check_or_look_up(check.text, "cluster_name", ENV_CLUSTER_NAME)
         self._check_or_look_up(check.port, "metrics_port", ENV_METRICS_PORT)
         self._check_or_look_up(check.port, "dashboard_port", ENV_DASHBOARD_PORT)
         self._check_or_look_up(check.log, "log", ENV_LOG)
+
+    def given_secret(self) -> Secret | None:
+        """The secret of observers; None where none was given."""
+        return None if self.secret is None else _secret_of(self.secret)
+
+
+def _checked_secret(name: str, value: object) -> object:
+    check_secret(name, value)
+    return value
+
+
+def _secret_of(value: str | bytes) -> Secret:
+    return Secret(value.encode() if isinstance(value, str) else value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,9 +390,7 @@ class RpcBackendOptions(_Checked):
         """The configured secret, or None where this user's key stands in for one; reads its file."""
         if self.secret_file is not None:
             return Secret(path=self.secret_file)
-        if self.secret is None:
-            return None
-        return Secret(self.secret.encode() if isinstance(self.secret, str) else self.secret)
+        return None if self.secret is None else _secret_of(self.secret)
 
     @property
     def names_devices(self) -> bool:

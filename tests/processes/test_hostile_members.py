@@ -10,17 +10,24 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tests.kit.observing import find_observer
 from tests.kit.team import dynamic_team
 from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
 import farcall
-from farcall.errors import DuplicateName, NotAllowed
+from farcall.errors import DuplicateName, HandshakeRefused, NotAllowed
+from farcall.observe.answering import EVENTS, METRICS, SNAPSHOT, TRACE_BEGIN
+from farcall.observe.observability import Observability
+from farcall.observe.observer import Observer
 from farcall.options import MembershipOptions, ObservingOptions, RpcBackendOptions
+from farcall.protocol.hello import observer_key
 from farcall.protocol.membership.events import LinkGivenUp
 from farcall.protocol.membership.messages import Gossip, Obituary, Status, Update
+from farcall.protocol.observing import HIDDEN, Ask, Told
 from farcall.protocol.weights.messages import Claim, ClaimAnswered, NameClosed, VersionPushed
 from farcall.runtime.node import Runtime
+from farcall.secret import Secret
 from farcall.serialize.allowance import Allowance
 from farcall.serialize.pickler import restrict
 from farcall.weights.node import Weights
@@ -171,3 +178,69 @@ def test_parts_are_published_by_the_publishers_of_their_name() -> None:
     assert table.publishers("policy [1 of 2] ") == []
     again = Allowance(**table.table())  # type: ignore[arg-type]
     assert again.table() == table.table()
+
+
+# --- observers -----------------------------------------------------------------------------------------
+
+SECRET = "the cluster's secret, which all members know"
+OBSERVERS = "the observers' secret, which some know"
+
+
+@pytest.fixture
+def watched(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[farcall.Node]]:
+    """Members that all know the secret of the cluster; parametrized with the secret of observers."""
+    observing = ObservingOptions(runtime_directory=str(tmp_path / "run"), secret=request.param)
+    with dynamic_team(3, tmp_path, observing=observing, secret=SECRET) as nodes:
+        for node in nodes:
+            runtime(node).part(Observability)
+        yield nodes
+
+
+def answers(asker: farcall.Node, to: farcall.Node, ask: Ask) -> list[bytes]:
+    """What ``to`` answers."""
+    told: list[Told] = []
+    runtime(asker).hooks.controls[Told] = lambda peer, message: told.append(message)
+    runtime(asker).peer(to.get_worker_info().name).control(ask)
+    wait_until(lambda: told)
+    return [one.data for one in told]
+
+
+@pytest.mark.parametrize("watched", [None, OBSERVERS], indirect=True)
+@pytest.mark.parametrize("subject", [SNAPSHOT, METRICS, EVENTS, TRACE_BEGIN])
+def test_a_member_that_asks_is_shown_nothing(watched: list[farcall.Node], subject: str) -> None:
+    hostile, one, _ = watched
+    me = runtime(one).me.incarnation
+    guessed = Ask(7, subject).proved(observer_key(Secret(SECRET.encode()).values[0]), me)
+    assert answers(hostile, one, Ask(7, subject)) == answers(hostile, one, guessed) == [b""]
+
+
+@pytest.mark.parametrize("watched", [OBSERVERS], indirect=True)
+def test_a_question_that_was_proved_to_one_is_good_for_no_other(watched: list[farcall.Node]) -> None:
+    hostile, one, another = watched
+    ask = Ask(7, SNAPSHOT).proved(observer_key(Secret(OBSERVERS.encode()).values[0]), runtime(one).me.incarnation)
+    assert answers(hostile, another, ask) == [b""]
+    assert answers(hostile, one, msgspec.structs.replace(ask, subject=METRICS)) == [b""]
+    assert answers(hostile, one, ask) != [b""]
+
+
+@pytest.mark.parametrize("watched", [None, OBSERVERS], indirect=True)
+def test_the_secret_of_the_members_shows_nothing(watched: list[farcall.Node]) -> None:
+    for address in runtime(watched[1]).addresses:
+        with pytest.raises(HandshakeRefused, match="FARCALL_OBSERVERS_SECRET"):
+            Observer.connect(address, observer_key(Secret(SECRET.encode()).values[0]))
+
+
+@pytest.mark.parametrize("watched", [OBSERVERS], indirect=True)
+def test_who_knows_the_secret_of_observers_sees_all(watched: list[farcall.Node]) -> None:
+    address = next(one for one in runtime(watched[1]).addresses if one.startswith("tcp:"))
+    options = RpcBackendOptions(observing=ObservingOptions(secret=OBSERVERS))
+    with Observer.connect_with_secret(address, options) as observer:
+        assert [one.worker for one in observer.snapshots(LONG_S).answers] == ["w0", "w1", "w2"]
+
+
+@pytest.mark.parametrize("watched", [None], indirect=True)
+def test_without_that_secret_a_user_sees_its_own_worker(watched: list[farcall.Node], tmp_path: Path) -> None:
+    with find_observer(tmp_path / "run", "w1") as observer:
+        heard = observer.snapshots(LONG_S)
+    assert [one.worker for one in heard.answers] == [observer.member]
+    assert [one.gone for one in heard.silent] == [HIDDEN] * 2

@@ -196,6 +196,7 @@ def test_an_interrupted_start_leaves_no_worker(tmp_path):
 ALLOWED = """
 import farcall
 import served
+from farcall.observe.observer import Observer
 
 farcall.allow(functions=[served.add])
 try:
@@ -210,6 +211,8 @@ with farcall.launch(2) as cluster:
         print(error)
     while "MiB" not in cluster._repr_html_():  # a busy worker's answer may be too late for one table
         pass
+    with Observer.find() as observer:
+        print([one.worker for one in observer.snapshots(250).answers])
     (added,) = cluster.grow()
     cluster.shrink(added)
 """
@@ -232,11 +235,13 @@ def test_workers_allow_what_their_program_allows(tmp_path):
 
     def run(name):
         command = [sys.executable, name]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250)
+        environment = {**os.environ, "FARCALL_RUNTIME_DIRECTORY": str(tmp_path / "run")}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
 
     done = run("program.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    shipping, added, refused = done.stdout.splitlines()
+    shipping, added, refused, observed = done.stdout.splitlines()
+    assert observed == "['worker0', 'worker1', 'driver']"
     assert "ship=True sends code" in shipping
     assert added.split() == ["3"]
     assert "the function 'served.subtract' is not allowed here" in refused

@@ -27,6 +27,7 @@ from farcall.observe.rates import Row, batches, busiest, cluster_title, rows, st
 from farcall.observe.spans import CALL, OPERATOR
 from farcall.observe.trace import chrome_trace, write_json
 from farcall.options import RpcBackendOptions
+from farcall.protocol.observing import HIDDEN
 from farcall.transport.tls import tls_for
 
 _BUSIEST = 5
@@ -75,7 +76,15 @@ def _table(heard: Answers[Metrics], found: list[Row], columns: int) -> Table:
         table.add_row(Text(row.now.worker), state, *(cell(row) for cell in cells.values()))
     for worker in heard.silent:
         since_s = max((row.now.unresponsive.get(worker.name, 0.0) for row in found), default=0.0)
-        how = "gone" if worker.gone else f"unresponsive {since_s:.0f} s" if since_s else "unresponsive"
+        how = (
+            "hidden"
+            if worker.gone == HIDDEN
+            else "gone"
+            if worker.gone
+            else f"unresponsive {since_s:.0f} s"
+            if since_s
+            else "unresponsive"
+        )
         table.add_row(Text(worker.name), Text(how, style="bold red"))
     return table
 

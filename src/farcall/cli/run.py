@@ -40,7 +40,7 @@ from rich.console import Console
 from farcall.launcher.commands import CommandEngine
 from farcall.launcher.engine import Engine, EngineError, ProcessState, WorkerSpec
 from farcall.launcher.output import LastLines, Output
-from farcall.options import ENV_SECRET, ENV_SECRET_FILE
+from farcall.options import ENV_OBSERVERS_SECRET, ENV_SECRET, ENV_SECRET_FILE
 
 LAST_LINES = 20
 """Enough for the end of a traceback, and the log lines below it."""
@@ -50,6 +50,7 @@ CAUSE_S = 2.0
 """How long a failure that another worker may have caused is kept, for that one to end."""
 LOOK_S = 0.1
 LOOPBACK = "127.0.0.1"
+_SECRETS = (ENV_SECRET, ENV_SECRET_FILE, ENV_OBSERVERS_SECRET)
 _ANOTHER_IS_GONE = re.compile(r"farcall\.errors\.(PeerDead|ReferenceLost)\b")
 """The error of a worker that failed because another one is gone."""
 
@@ -170,11 +171,12 @@ class _Cluster:
         self._environment = {
             "WORLD_SIZE": str(size),
             "PYTHONUNBUFFERED": "1",
-            **{name: text for name, text in os.environ.items() if name in (ENV_SECRET, ENV_SECRET_FILE)},
+            **{name: text for name, text in os.environ.items() if name in _SECRETS},
         }
         if not os.environ.get(ENV_SECRET) and not os.environ.get(ENV_SECRET_FILE):
             # Of this run alone, so that two runs of one user cannot be mistaken for each other.
             self._environment[ENV_SECRET] = secrets.token_hex(32)
+            self._environment.setdefault(ENV_OBSERVERS_SECRET, secrets.token_hex(32))  # for groups with a table
         is_here = isinstance(engine, _Programs)
         if is_here:
             self._environment["LOCAL_WORLD_SIZE"] = str(size)

@@ -13,6 +13,7 @@ Owns the order of start and end:
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import io
 import logging
 import os
@@ -87,7 +88,8 @@ class Cluster:
     ) -> None:
         if "tcp" not in options.allowed_transports:
             raise LaunchFailed('workers connect to this program over TCP: add "tcp" to the transports in its options')
-        if ship and (options.allowed is not None or INSTALLED.allowance is not None):
+        has_table = options.allowed is not None or INSTALLED.allowance is not None
+        if ship and has_table:
             raise LaunchFailed(
                 "ship=True sends code, which farcall.allow forbids: install the code on the workers' hosts"
             )
@@ -113,6 +115,9 @@ class Cluster:
         self._place = OwnFolder("farcall-launch-")
         init_method = f"file://{quote(self._place.name)}/store"
         common = options.replace(secret=self._secret, secret_file=None)
+        if has_table and options.observing.secret is None:  # each would have one of its own
+            observing = dataclasses.replace(options.observing, secret=secrets.token_hex(32))
+            common = common.replace(observing=observing)
         advertise = options.advertise or engine.driver_host
         mine = common.replace(init_method=init_method, advertise=advertise, port=port or options.port)
         self._options = pickle.dumps(common)

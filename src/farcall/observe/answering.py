@@ -10,6 +10,7 @@ An observer hears of all workers: the member that it asks forwards the question 
 
 from __future__ import annotations
 
+import hmac
 import itertools
 import logging
 import threading
@@ -33,7 +34,8 @@ from farcall.observe.snapshot import (
     take_snapshot,
     view_threads,
 )
-from farcall.protocol.observing import Ask, Roster, Told, WorkerState
+from farcall.protocol.hello import observer_key
+from farcall.protocol.observing import HIDDEN, Ask, Roster, Told, WorkerState
 from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
@@ -41,6 +43,7 @@ from farcall.runtime.observing.event_log import LoggedEvent
 from farcall.runtime.observing.observer_connection import ObserverConnection
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
+from farcall.serialize.allowance import INSTALLED
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -172,6 +175,11 @@ class Answering:
 
     def _on_member_asks(self, peer: RemotePeer, ask: Ask) -> None:
         me = self._node.info.name
+        if INSTALLED.allowance is not None and ask.subject != CALL_STATE:  # about its own calls anybody may ask
+            wanted = ask.proved(self._key(), self._node.me.incarnation)
+            if not hmac.compare_digest(wanted.proof, ask.proof):
+                peer.control(Told(ask.number, me, b""))
+                return
         self.answer(peer, ask.subject, ask.argument, lambda data: peer.control(Told(ask.number, me, data)))
 
     def answer_observer(self, observer: ObserverConnection, ask: Ask) -> None:
@@ -183,15 +191,25 @@ class Answering:
         def teller(worker: str) -> Callable[[bytes], None]:
             return lambda data: observer.tell(Told(ask.number, worker, data))
 
-        for peer in node.others() if ask.everyone else []:
+        for peer in node.others() if ask.everyone and not self._are_hidden else []:
             if not peer.broken:
                 question = _Question(peer, monotonic() + FORGET_S, teller(peer.info.name), own=False)
-                self._send(question, peer, ask.subject, ask.argument)
+                self._send(question, peer, ask.subject, ask.argument, proves=INSTALLED.allowance is not None)
         self.answer(None, ask.subject, ask.argument, teller(node.info.name))
+
+    @property
+    def _are_hidden(self) -> bool:
+        """Has each worker a secret for observers of its own, so that this one cannot ask others for an observer?"""
+        return INSTALLED.allowance is not None and self._node.options.observing.secret is None
+
+    def _key(self) -> bytes:
+        return observer_key(self._node.observers_secret.values[0])
 
     def _everyone(self) -> list[WorkerState]:
         """All members; in a group without a fixed size, those present now."""
         node = self._node
+        if self._are_hidden:
+            return [WorkerState(info.name, info.id, HIDDEN * (info != node.info)) for info in node.workers()]
         if not node.is_static:
             return [WorkerState(info.name, info.id) for info in node.workers()]
         names = {one.rank: one.name for one in node.membership.members} | {one.id: one.name for one in node.workers()}
@@ -224,10 +242,13 @@ class Answering:
         if not self._node.running and self._open.pop(number, None) is not None:
             done(b"")
 
-    def _send(self, question: _Question, peer: RemotePeer, subject: str, argument: bytes) -> int:
+    def _send(
+        self, question: _Question, peer: RemotePeer, subject: str, argument: bytes, *, proves: bool = False
+    ) -> int:
         number = next(self._numbers)
         self._open[number] = question
-        peer.control(Ask(number, subject, argument))
+        ask = Ask(number, subject, argument)
+        peer.control(ask.proved(self._key(), peer.incarnation) if proves else ask)
         self._timer.at(question.deadline)
         return number
 

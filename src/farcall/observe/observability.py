@@ -71,12 +71,11 @@ class Observability:
         from farcall.observe.observer import Observer
 
         runtime = self._runtime
-        membership = runtime.membership
 
         def connect() -> Observer:
-            key = observer_key(membership.secret.values[0])
+            key = observer_key(runtime.observers_secret.values[0])
             return Observer.connect_any(
-                runtime.addresses, key, membership.cluster_id, runtime.info.name, runtime.options
+                runtime.addresses, key, runtime.membership.cluster_id, runtime.info.name, runtime.options
             )
 
         tls, host = tls_for(runtime.options), runtime.options.observing.dashboard_host
@@ -92,14 +91,14 @@ class Observability:
         if self._left_file or not runtime.membership.cluster_id:
             return
         self._left_file = True
-        membership, directory = runtime.membership, runtime.options.observing.runtime_directory
+        secret, directory = runtime.observers_secret, runtime.options.observing.runtime_directory
         presence = Presence(
             name=runtime.info.name,
             rank=runtime.info.id,
-            cluster_id=membership.cluster_id,
+            cluster_id=runtime.membership.cluster_id,
             addresses=runtime.addresses,
-            key="" if membership.secret.path else observer_key(membership.secret.values[0]).hex(),
-            secret_file=os.path.abspath(membership.secret.path) if membership.secret.path else "",
+            key="" if secret.path else observer_key(secret.values[0]).hex(),
+            secret_file=os.path.abspath(secret.path) if secret.path else "",
             process_id=os.getpid(),
             process_start=process_start(os.getpid()),
             namespace=pid_namespace(),

@@ -148,9 +148,11 @@ class Observer:
     def connect_with_secret(cls, address: str, options: RpcBackendOptions | None = None) -> Observer:
         """Connect to the member at ``address`` (``host:port`` or a farcall address) with the cluster's secret."""
         options = options or RpcBackendOptions()
-        secret = options.given_secret()
+        secret = options.observing.given_secret() or options.given_secret()
         if secret is None:
-            raise NothingToObserve("set FARCALL_SECRET to the cluster's secret to observe it from elsewhere")
+            raise NothingToObserve(
+                "set FARCALL_OBSERVERS_SECRET, or FARCALL_SECRET where workers lack that, to observe from elsewhere"
+            )
         known = address.partition(":")[0] in ("tcp", "unix")
         return cls.connect(address if known else f"tcp://{address}", observer_key(secret.values[0]), options=options)
 

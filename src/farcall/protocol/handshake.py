@@ -72,6 +72,7 @@ from farcall.protocol.hello import (
 )
 
 _SAME_ENCRYPTION = 'give every member encryption="off" (FARCALL_ENCRYPTION=off), or none'
+_OBSERVERS_SECRET = "; observers prove FARCALL_OBSERVERS_SECRET where workers have that, or a table of farcall.allow"
 _SAME_TRUST = ": have every process call farcall.allow before it starts, with the same trust, or none"
 
 
@@ -104,7 +105,8 @@ class Handshake:
 
     ``nonce`` must be fresh from a cryptographic source for each connection. ``expected_peer`` is the name
     that must answer (or dial); None lets any member of the cluster in. ``also``: other secrets that a dialer may prove;
-    the listener answers with the same one. ``binding`` returns what only the two ends of the channel below know of it,
+    the listener answers with the same one. ``observers``: those of which observers prove a key, where that are others.
+    ``binding`` returns what only the two ends of the channel below know of it,
     once a message has come; proofs cover it.
     """
 
@@ -117,6 +119,7 @@ class Handshake:
         expected_peer: str | None = None,
         *,
         also: Sequence[bytes] = (),
+        observers: Sequence[bytes] = (),
         binding: Callable[[], bytes] = bytes,
     ) -> None:
         if not secret:
@@ -126,6 +129,7 @@ class Handshake:
         self._side = side
         self._me = me
         self._secrets = (secret, *also)
+        self._observers = observers or self._secrets
         self._expected_peer = expected_peer
         self._binding = binding
         self._root_keys = [_root_key(one) for one in self._secrets]
@@ -293,7 +297,7 @@ class Handshake:
         self._peer = peer
         self._state = HandshakeState.AWAITING_PROOF
         if isinstance(peer.purpose, Observe) and self._side is Side.LISTENER:
-            self._root_keys = [_root_key(observer_key(one)) for one in self._secrets]
+            self._root_keys = [_root_key(observer_key(one)) for one in self._observers]
         # Both greetings exactly as sent; each carries its length, so the two cannot be split in another way.
         if self._side is Side.DIALER:
             self._transcript = hashlib.sha256(self._my_greeting + message + self._binding()).digest()
@@ -364,7 +368,9 @@ class Handshake:
         except ValueError:
             reason = RefusalReason.MALFORMED
         advice = {
-            RefusalReason.WRONG_SECRET: "; give every node the same FARCALL_SECRET or option `secret`",
+            RefusalReason.WRONG_SECRET: _OBSERVERS_SECRET
+            if isinstance(self._me.purpose, Observe)
+            else "; give every node the same FARCALL_SECRET or option `secret`",
             RefusalReason.OTHER_CLUSTER: f"; this node is in cluster {self._me.cluster_id!r}",
             RefusalReason.OTHER_TRUST: _SAME_TRUST,
             RefusalReason.ENCRYPTION: f", which only one end has: {_SAME_ENCRYPTION}",

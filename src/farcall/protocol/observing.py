@@ -20,6 +20,7 @@ Invariant: decoding raises no exception but ``ObservingError``, whatever the byt
 
 from __future__ import annotations
 
+import hmac
 import struct
 from typing import Final, TypeAlias
 
@@ -30,6 +31,8 @@ from farcall.protocol.control import ControlMessage
 
 MAX_QUESTION_BYTES: Final = 64 * 1024
 MAX_ANSWER_BYTES: Final = 256 << 20
+HIDDEN: Final = "only its own user may look at it: give all workers the same FARCALL_OBSERVERS_SECRET"
+"""Of a worker that has a table of `farcall.allow`, and a secret for observers of its own."""
 
 _LENGTH: Final = struct.Struct(">I")
 
@@ -39,12 +42,21 @@ class ObservingError(NetworkError):
 
 
 class Ask(ControlMessage, frozen=True, tag=72):
-    """A question about ``subject``. Its answers repeat the ``number``."""
+    """A question about ``subject``. Its answers repeat the ``number``.
+
+    ``proof``: where members must not look at each other, the one that asks for an observer proves that observer's key.
+    """
 
     number: int
     subject: str
     argument: bytes = b""
     everyone: bool = False
+    proof: bytes = b""
+
+    def proved(self, key: bytes, incarnation: int) -> Ask:
+        """The question with a proof of ``key``, good for this question to that member alone."""
+        asked = msgspec.msgpack.encode((incarnation, self.number, self.subject, self.argument))
+        return msgspec.structs.replace(self, proof=hmac.digest(key, b"farcall question" + asked, "sha256"))
 
 
 class Told(ControlMessage, frozen=True, tag=73):
@@ -61,7 +73,7 @@ class WorkerState(msgspec.Struct, array_like=True, frozen=True):
     name: str
     rank: int
     gone: str = ""
-    """Why no answer will come from it, if it is known to be gone."""
+    """Why no answer will come from it, if it is known to be gone, or `HIDDEN`."""
 
 
 class Roster(ControlMessage, frozen=True, tag=74):

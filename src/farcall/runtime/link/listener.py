@@ -81,8 +81,10 @@ class Returning(Protocol):
 class PeerListener:
     """The addresses that a node listens on. Mutable: the guests, the paused listeners, and what was logged."""
 
-    def __init__(self, addresses: Sequence[str], loop: Loop) -> None:
+    def __init__(self, addresses: Sequence[str], loop: Loop, observers: Secret | None = None) -> None:
+        """``observers``: the secret of which observers prove a key; None: that of the members."""
         self._loop = loop
+        self._observers = observers
         self._timer = loop.timer(self._show_out_late)
         self._listeners: list[Listener] = []
         self._guests: set[_Guest] = set()
@@ -161,7 +163,8 @@ class PeerListener:
             nonce, binding = secrets.token_bytes(NONCE_BYTES), partial(getattr, transport, "binding")
             first, *others = self._secret.values
             me = self._me
-            handshake = Handshake(Side.LISTENER, me, first, nonce, also=others, binding=binding)
+            watching = () if self._observers is None else self._observers.values
+            handshake = Handshake(Side.LISTENER, me, first, nonce, also=others, observers=watching, binding=binding)
             guest = _Guest(wire, transport, me, handshake, monotonic())
             self._guests.add(guest)
             self._timer.at(guest.deadline)

@@ -6,6 +6,7 @@ A forked child lets go of its copies.
 
 from __future__ import annotations
 
+import secrets
 from contextlib import ExitStack
 
 from farcall.channel.host_memory import ReceivePool
@@ -16,6 +17,8 @@ from farcall.runtime.io import sigint
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.listener import PeerListener
 from farcall.runtime.rendezvous.addresses import advertised_address, listening_addresses
+from farcall.secret import RANDOM_SECRET_BYTES, Secret
+from farcall.serialize.allowance import INSTALLED
 
 RECEIVE_POOL_BYTES = 1 << 30
 
@@ -31,7 +34,11 @@ class Resources:
             self.loop: Loop = Loop(name, options.busy_wait_s)
             undone.callback(self.loop.stop)
             addresses = listening_addresses(options.allowed_transports, host, options.port)
-            self.listener: PeerListener = PeerListener(addresses, self.loop)
+            self.observers: Secret | None = options.observing.given_secret()
+            """The secret of observers; None: they prove that of the members."""
+            if self.observers is None and INSTALLED.allowance is not None:
+                self.observers = Secret(secrets.token_bytes(RANDOM_SECRET_BYTES))
+            self.listener: PeerListener = PeerListener(addresses, self.loop, self.observers)
             if options.port and not any(address.startswith("tcp:") for address in self.listener.addresses):
                 self.listener.close()
                 raise InitError(f"cannot listen on port {options.port}: is it taken? Choose another one, or 0")

@@ -49,6 +49,7 @@ from farcall.runtime.peers.shared_memory import retire_from
 from farcall.runtime.rendezvous.agreement import Membership
 from farcall.runtime.rendezvous.dynamic import DynamicRendezvous
 from farcall.runtime.rendezvous.meeting_place import MeetingPlace
+from farcall.secret import Secret
 
 if TYPE_CHECKING:
     from farcall.runtime.devices.node import NodeDevices
@@ -294,6 +295,11 @@ class Runtime:
     def peers_lost(self) -> int:
         """The number of members whose link died without a goodbye."""
         return self.member_changes.peers_lost
+
+    @property
+    def observers_secret(self) -> Secret:
+        """The secret of which observers prove a key."""
+        return self.resources.observers or self.membership.secret
 
     @property
     def addresses(self) -> tuple[str, ...]:
