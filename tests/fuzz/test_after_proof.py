@@ -15,11 +15,16 @@ from tests.fuzz.mutations import mutate, pieces, rounds
 from tests.kit.team import team
 
 import farcall
+from farcall.errors import NotAllowed
 from farcall.protocol import messages
 from farcall.protocol.frame_decoder import FrameDecoder, FrameError
 from farcall.protocol.frames import CONTROL, REQUEST, Frame, encode_small
 from farcall.protocol.notes import decode_notes
+from farcall.rpc.references import NodeReferences
+from farcall.runtime.node import runtime_of
 from farcall.runtime.peers.peer import RemotePeer
+from farcall.serialize import restrict
+from farcall.serialize.allowance import Allowance
 
 
 def echo(value: Any) -> Any:
@@ -112,6 +117,30 @@ def test_frames_that_cannot_be_handled_end_their_link_and_raise_nothing(
         monkeypatch.undo()
         assert nodes[0].rpc_sync("w1", echo, (1,)) == 1
         for node in nodes:  # what was said in others' names is no base for a graceful end
+            node.shutdown(graceful=False)
+
+
+def test_with_data_alone_nobody_leaves_values_here(caplog: pytest.LogCaptureFixture) -> None:
+    """A request may ask to keep its result, however plain: it stayed as long as its caller, who could not fetch it."""
+    caplog.set_level(logging.INFO, "farcall")
+    with team([None, None], 2) as nodes:
+        with recorded(nodes[0]) as seen:
+            rref = nodes[1].remote("w0", echo, (1,))
+            assert rref.to_here() == 1
+            nodes[1].rpc_sync("w0", echo, (rref,))
+        kept = [(peer, frame) for peer, frame in seen if frame.kind == REQUEST and frame.notes]
+        counts = runtime_of(nodes[0]).part(NodeReferences).counts()
+        restrict(Allowance(["operator:add"], [], "data"))
+        try:
+            for peer, frame in kept:
+                nodes[0]._runtime.dispatcher.on_frame(peer, copy_of(frame, call_id=frame.call_id + 1000))
+            assert runtime_of(nodes[0]).part(NodeReferences).counts() == counts
+            assert caplog.text.count("a reference to a value is not allowed here") == len(kept) >= 2
+            with pytest.raises(NotAllowed, match="a reference to a value"):
+                nodes[1].remote("w0", echo, (1,))
+        finally:
+            restrict(None)
+        for node in nodes:
             node.shutdown(graceful=False)
 
 

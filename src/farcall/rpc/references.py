@@ -48,7 +48,7 @@ from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.serialize import encode_failure, withdraw
-from farcall.serialize.allowance import INSTALLED
+from farcall.serialize.allowance import INSTALLED, refuse_references
 
 LINGER_S = 0.005
 GAP_BITS = 36
@@ -133,6 +133,7 @@ class NodeReferences:
         ``keeps``: the function is a method of that reference's value. ``serial``: calls of the result's methods run
         one at a time.
         """
+        refuse_references()
         profile = None
         if is_profiled() or PROFILING.everywhere:
             profile = PROFILING.begin_call(self.node, peer, "remote", what, None)
@@ -217,6 +218,7 @@ class NodeReferences:
         They become references in ``frame.forks``; references that decoding does not take out die with the frame.
         False: the message must not be read, or not yet.
         """
+        refuse_references()
         machine = self._machine
         arrived: list[Any] = []
         with self._lock:
@@ -256,6 +258,7 @@ class NodeReferences:
 
         False: an earlier request to the object is deferred, and this one waits behind it.
         """
+        refuse_references()
         frame.serial = ref
         with self._lock:
             if self._deferred.is_behind(peer, frame):

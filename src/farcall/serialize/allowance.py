@@ -63,6 +63,7 @@ _OF_PLAIN_DATA: Final = frozenset(
 )
 """Functions that farcall itself calls with plain data: barriers, published weights, and launched workers."""
 
+_REFERENCE: Final = ("a reference to a value", "named functions with plain data and tensors")
 _SCRIPTS: Final = "__torch__."
 _PLAIN: Final = (
     *(complex, bytearray, set, frozenset, slice, range, object),
@@ -145,7 +146,7 @@ class Allowance:
             return
         if data in _ALWAYS or data.startswith(_METHOD):
             if self.trust == "data":
-                raise _refused("a reference to a value", "named functions with plain data and tensors")
+                raise _refused(*_REFERENCE)
             if data in _ALWAYS:
                 return
             name = data[len(_METHOD) :].decode(errors="replace")
@@ -233,6 +234,12 @@ def refuse_pickles() -> None:
     """Raise ``NotAllowed`` if this process accepts no pickles at all."""
     if not INSTALLED.takes_pickles:
         raise _refused("a pickle", "plain data and tensors")
+
+
+def refuse_references() -> None:
+    """Raise ``NotAllowed`` if nobody may refer to values of this process."""
+    if not INSTALLED.takes_pickles:
+        raise _refused(*_REFERENCE)
 
 
 _Unpickler: Any = pickle._Unpickler  # pure Python: its opcodes can be overridden, those of the C unpickler cannot
