@@ -121,6 +121,36 @@ def test_without_it(hosts: tuple[Host, Host]) -> None:
     check(finish([worker(first, 0), worker(second, 1), worker(second, 2)]))
 
 
+MEET = """
+import os
+import farcall
+from farcall.api import current_runtime
+farcall.init_rpc("w" + os.environ["RANK"])
+print(*current_runtime().addresses)
+farcall.shutdown()
+"""
+
+
+def test_a_worker_whose_network_comes_up_late_tells_an_address_that_the_other_reaches(hosts: tuple[Host, Host]) -> None:
+    """It took 127.0.0.1 for its own, for ever."""
+    first, second = hosts
+    ip("-n", second.name, "link", "set", "cable", "down")
+
+    def worker(host: Host, rank: int) -> subprocess.Popen[str]:
+        environ = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": first.address, "MASTER_PORT": str(PORT)}
+        return host.start("-c", MEET, **environ, FARCALL_SECRET="for all who may meet here, and for nobody else")
+
+    early, late = worker(first, 0), worker(second, 1)
+    told = []
+    assert late.stdout is not None
+    for line in late.stdout:
+        told.append(line)
+        if f"no route leads to {first.address} yet" in line:
+            ip("-n", second.name, "link", "set", "cable", "up")
+    finish([early, late])
+    assert f"tcp://{second.address}:" in "".join(told)
+
+
 def test_the_doctor_between_them(hosts: tuple[Host, Host]) -> None:
     first, second = hosts
     listening = first.start("-m", "farcall", "doctor", "--listen", "7777")

@@ -301,6 +301,7 @@ class Answering:
     def _on_explained(self, peer: Peer, asked: list[_Unexplained], data: bytes) -> None:
         """On the I/O thread: ``peer`` has answered, or is silent."""
         states: list[Any] = []
+        why = self._node.links.peers.why_unreached(peer) if not data and isinstance(peer, RemotePeer) else ""
         if not data:
             asked, self._unexplained[peer.number] = asked + self._unexplained[peer.number], []
             states = [b""] * len(asked)
@@ -310,7 +311,7 @@ class Answering:
             except (msgspec.DecodeError, ValueError):
                 pass
         for one, state in itertools.zip_longest(asked, states[: len(asked)]):
-            one.done("" if state is None else explanation(peer.info.name, bytes(state), one.bound_s))
+            one.done(why or ("" if state is None else explanation(peer.info.name, bytes(state), one.bound_s)))
         self._ask_about_calls(peer)
 
     # ------------------------------------------------------------------ bounds
@@ -398,6 +399,11 @@ def explanation(worker: str, data: bytes, asked_s: float) -> str:
         text += f"{holder.function}() for {holder.caller} has "
         text += f"{'waited for a thread' if holder.state == QUEUED else 'run'} for {holder.for_s:.2f} s"
         return text + (f", and {served.waiting} calls wait for their turns" if served.waiting > 1 else "")
+    if served.state == QUEUED and pool.busy - pool.parked < pool.size:
+        free, is_what = pool.size - pool.busy + pool.parked, f": {worker} is {state.worker_state}"
+        return (
+            f"it has been waiting on {worker} for {served.for_s:.2f} s, though {free} threads are free there{is_what}"
+        )
     if served.state == QUEUED:
         return (
             f"it has been waiting on {worker} for a thread for {served.for_s:.2f} s (num_worker_threads). "

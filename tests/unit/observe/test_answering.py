@@ -56,6 +56,8 @@ class FakeNode:
     def __init__(self) -> None:
         self.info = WorkerInfo("w0", 0)
         self.running = True
+        self.why_unreached = ""
+        self.links = SimpleNamespace(peers=SimpleNamespace(why_unreached=lambda peer: self.why_unreached))
         self.hooks = Hooks()
         self.clock = Clock()
         self.timer = self.clock.timer
@@ -181,6 +183,11 @@ def test_each_state_in_words() -> None:
     assert "waiting there for 2.00 s: w1 is still starting" in said(
         ServedCall(1, "w0", "f", QUEUED, 2.0, 0), worker_state="starting"
     )
+    free = msgspec.structs.replace(POOL, busy=3, parked=2)
+    queued = CallState(ServedCall(1, "w0", "f", QUEUED, 2.0, 0), free, worker_state="expelled")
+    assert explanation("w1", msgspec.msgpack.encode(queued), 0.3) == (
+        "it has been waiting on w1 for 2.00 s, though 15 threads are free there: w1 is expelled"
+    )
     assert "returned a future or coroutine" in said(ServedCall(1, "w0", "f", LATER, 2.0, 0))
     nested = OutgoingCall(7, "w2", "g", 1.5, 60.0, 5)
     text = said(ServedCall(1, "w0", "f", RUNNING, 2.0, 5), thread="T", at=StackLine("a.py", 3, "f"), waits_for=nested)
@@ -200,6 +207,14 @@ def test_a_call_has_the_name_that_its_user_knows(what: Any, title: str) -> None:
 @pytest.mark.parametrize(("timeout_s", "bound_s"), [(60.0, 0.3), (0.4, 0.1), (0.001, 0.02)])
 def test_who_has_little_patience_is_not_held_up_for_long(timeout_s: float, bound_s: float) -> None:
     assert explaining_s(timeout_s) == pytest.approx(bound_s)
+
+
+def test_a_call_to_a_member_that_is_not_connected_says_so(node: Any, answering: Answering) -> None:
+    node.why_unreached = "w0 has no connection to w1 (no route)"
+    peer, texts = FakePeer(), list[str]()
+    answering.explain(overdue(peer, 1), texts.append)
+    node.clock.turn_to(node.clock.due)
+    assert texts == ["w0 has no connection to w1 (no route)"]
 
 
 def overdue(peer: RemotePeer, call_id: int) -> SyncCall:

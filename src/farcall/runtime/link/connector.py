@@ -122,6 +122,8 @@ class _First(msgspec.Struct, eq=False):
 
     news: list[Message]
     dialler: Dialler | None = None
+    why: str = ""
+    """What became of the last dial that has ended."""
 
 
 class _Tie(msgspec.Struct, eq=False):
@@ -136,6 +138,8 @@ class _Tie(msgspec.Struct, eq=False):
     """Have both ends parted, and has this end read all that came over the connection?"""
     silent_since: float | None = None
     """When the member's host fell silent, if that is why the connection was given up."""
+    why: str = ""
+    """What became of the last dial that has ended."""
 
 
 class Connector:
@@ -308,6 +312,7 @@ class Connector:
             del self._firsts[incarnation]
             self._owner.on_dialled(found.transport, found.established, first.news)
             return
+        first.why = ended.why
         is_refused = ended.step in (Step.VANISHED, Step.REFUSED)
         if is_refused:
             # Other members may still reach it, so the members decide whether it is dead; this link lives until then.
@@ -396,6 +401,13 @@ class Connector:
             since = tie.silent_since
         return now - since
 
+    def why_not_reached(self, incarnation: int) -> str:
+        """What became of the latest attempt to connect to a member; empty if none has failed."""
+        holder = self._ties.get(incarnation) or self._firsts.get(incarnation)
+        if holder is None:
+            return ""
+        return (holder.dialler.why if holder.dialler is not None else "") or holder.why
+
     def mend_silence(self, peer: RemotePeer, silent_s: float) -> None:
         """The host leaves a connection that is up unanswered: redial, since routers drop connections silently."""
         tie = self._tie_of(peer)
@@ -439,6 +451,7 @@ class Connector:
             self._attach(tie, found.transport, found.established, found.established.peer_received)
             return
         self._end_redial(tie)
+        tie.why = ended.why
         if ended.step is Step.REFUSED:
             tie.silent_since = None
             self._watch.feed(LinkRefused(tie.peer.incarnation, why=ended.why))

@@ -153,6 +153,8 @@ class Dialler:
         """Since when the target's host has left every attempt unanswered."""
         self.host_answered: bool = False
         """Has the target's host accepted a connection, whatever became of it?"""
+        self.why: str = ""
+        """What became of the latest attempt."""
         self._gate = Gate()
         self._transport: Transport | None = None
         # Until it refuses us, the target may have let us in, even if we did not get its answer.
@@ -223,6 +225,7 @@ class Dialler:
                 found = self._knock() if effect.knocks else self._attempt(self._dial.goal, effect.bound_s)
                 if found.outcome is Outcome.UNANSWERED and self.unanswered_since is None:
                     self.unanswered_since = began_at
+                self.why = found.why
                 effects = self._dial.handle(Tried(found.outcome, found.why), monotonic())
                 if not effects:
                     found.close()

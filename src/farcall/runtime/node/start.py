@@ -22,7 +22,7 @@ from farcall.runtime.node.ending import ComeBack
 from farcall.runtime.node.lifecycle import Lifecycle
 from farcall.runtime.node.resources import Resources
 from farcall.runtime.node.runtime import MakeCalls, Runtime
-from farcall.runtime.rendezvous.addresses import choose_host
+from farcall.runtime.rendezvous.addresses import await_route, choose_host
 from farcall.runtime.rendezvous.agreement import Membership
 from farcall.runtime.rendezvous.dynamic import DynamicRendezvous, Meeting, meet
 from farcall.runtime.rendezvous.meeting_place import find_meeting_place
@@ -53,7 +53,10 @@ def start_runtime(
     name = lifecycle.name
     deadline = monotonic() + options.start_deadline_s
     place = find_meeting_place(rank, world_size, options.init_method) if way_back is None else way_back.place
-    host = choose_host(options.advertise, place.host).host
+    reached = None
+    if way_back is None and options.advertise is None and "tcp" in options.allowed_transports:
+        reached = await_route(place.hosts, deadline)
+    host = choose_host(options.advertise, reached or place.host).host
     resources: Resources | None = None
     entry: DynamicRendezvous | None = None
     runtime: Runtime | None = None

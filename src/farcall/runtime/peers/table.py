@@ -47,13 +47,14 @@ from farcall.protocol.membership.messages import Introduction, Status
 from farcall.protocol.membership.messages import Message as News
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.connector import Connector
-from farcall.runtime.link.dialler import usable_ways
+from farcall.runtime.link.dialler import is_near, usable_ways
 from farcall.runtime.link.link import Link
 from farcall.runtime.link.parting import Partings
 from farcall.runtime.membership.failure_detector import FailureDetector, chosen
 from farcall.runtime.peers.host import Host, Resources, Watcher
 from farcall.runtime.peers.loopback import LoopbackPeer
 from farcall.runtime.peers.peer import Peer, RemotePeer
+from farcall.runtime.rendezvous.addresses import is_on_loopback
 from farcall.runtime.rendezvous.agreement import Membership
 from farcall.transport.interface import Absent, Transport
 
@@ -193,6 +194,22 @@ class PeerTable:
         if self._is_static and self.watch.is_over and not self.watch.is_member(incarnation):
             return GROUP_IS_OVER
         return None
+
+    def why_unreached(self, peer: RemotePeer) -> str:
+        """Why there is no connection to a member, for users; empty if there is one, or none is needed."""
+        member, me = self.member_of(peer.incarnation), self.watch.me
+        why = self.connector.why_not_reached(peer.incarnation)
+        is_up = peer.linked and peer.link.up
+        if member is None or peer.broken or is_up or (not why and peer.linked and peer.link.outgoing.asleep):
+            return ""
+        text = f"{me.name} has no connection to {member.name}{f' ({why})' if why else ''}"
+        for one in () if is_near(member, me.host_token) else (member, me):
+            if is_on_loopback(one.addresses):
+                text += (
+                    f"; {one.name} has told the others an address that leads to no other host: set advertise=... or "
+                    "FARCALL_ADVERTISE there"
+                )
+        return text
 
     def who_may_let_us_in(self) -> list[Member]:
         """Members to ask after this node was expelled: first the one that reported it, then all known ones, by rank."""

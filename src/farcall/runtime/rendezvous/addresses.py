@@ -17,8 +17,10 @@ import os
 import socket
 import struct
 from collections.abc import Iterator, Sequence
+from time import monotonic
 from typing import NamedTuple
 
+from farcall.runtime.io.sigint import Gate
 from farcall.transport.tcp import format_tcp, parse_tcp
 from farcall.transport.unix import unix_sockets_work
 
@@ -29,6 +31,7 @@ _ANY_PORT = 9
 _FAR_HOSTS = ("192.0.2.1", "2001:db8::1")
 _LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
+_LOOK_AGAIN_S = 0.1
 
 
 class AdvertisedHost(NamedTuple):
@@ -55,6 +58,23 @@ def choose_host(advertise: str | None, store_host: str | None) -> AdvertisedHost
             store_host,
         )
     return chosen
+
+
+def await_route(hosts: Sequence[str], deadline: float) -> str | None:
+    """The first of ``hosts`` that a route leads to, waited for until ``deadline``; None: there is none.
+
+    A program may start before its network is up, and has no address then that is of use to other hosts.
+    """
+    told = False
+    while True:
+        found = next((host for host in hosts if _leaving_for(host) is not None), None)
+        left_s = deadline - monotonic()
+        if found is not None or not hosts or left_s <= 0:
+            return found
+        if not told:
+            told = True
+            logger.warning("no route leads to %s yet: waiting %.0f s for the network at most", hosts[0], left_s)
+        Gate().wait(_LOOK_AGAIN_S)
 
 
 def listening_addresses(transports: Sequence[str], host: str, port: int = 0) -> list[str]:
@@ -84,6 +104,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
         return False
+
+
+def is_on_loopback(addresses: Sequence[str]) -> bool:
+    """Do all TCP addresses of a member, of which it has some, mean "this machine"?"""
+    hosts = [parse_tcp(address)[0] for address in addresses if address.startswith("tcp://")]
+    return bool(hosts) and all(map(is_loopback, hosts))
 
 
 def is_local(host: str) -> bool:

@@ -49,6 +49,13 @@ class MeetingPlace(msgspec.Struct, frozen=True):
         return self.world_size < 0
 
     @property
+    def hosts(self) -> list[str]:
+        """The hosts of which one has to be reached over a network; empty where none has to."""
+        if self.host is None or self.world_size == 1 or any(way.startswith("unix:") for way in self.contacts):
+            return []
+        return [parse_tcp(way)[0] for way in self.contacts] or [self.host]
+
+    @property
     def name(self) -> str:
         """The place as text, for messages."""
         if self.host is None:

@@ -111,6 +111,30 @@ def test_a_newcomer_dials_those_who_were_there(make: Tables, monkeypatch: pytest
     assert not table.connector.is_dialling(late.incarnation)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.7"])
+def test_why_a_member_is_not_connected(make: Tables, monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setattr(Dialler, "start", lambda _: None)
+    member = replaced(OTHERS[0], addresses=(f"tcp://{host}:7",))
+    table = make.make(member)
+    peer = remote(table, member)
+    make.on_loop(lambda: table.connector.dial(member))
+    dialler = table.connector._firsts[member.incarnation].dialler
+    assert dialler is not None
+    first, loopback = "w0 has no connection to w1", "; w1 has told the others an address that leads to no other host"
+    told = table.why_unreached(peer)
+    assert told.startswith(first)
+    assert (loopback in told) is (host == "127.0.0.1")
+    dialler.why = "no route"
+    assert table.why_unreached(peer).startswith(f"{first} (no route)")
+    refused = Ended(Step.REFUSED, "refused"), Found(Outcome.REFUSED)
+    make.on_loop(
+        lambda: table.connector._on_first(table.connector._firsts[member.incarnation], member, dialler, *refused)
+    )
+    assert table.why_unreached(peer).startswith(f"{first} (refused)")
+    peer.link.up = True
+    assert table.why_unreached(peer) == ""
+
+
 def test_who_connects_and_introduces_itself_is_not_dialled(make: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     """This node has let it in: of two connections, the other end would keep the one that this node drops."""
     monkeypatch.setattr(Dialler, "start", lambda _: None)

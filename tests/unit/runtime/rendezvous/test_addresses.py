@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from farcall.runtime.io.timers import NEVER
 from farcall.runtime.rendezvous import addresses
 
 
@@ -54,6 +55,21 @@ def test_a_machine_without_a_way_out_gives_the_address_of_an_interface(
     monkeypatch.setattr(addresses, "_resolve", lambda host: [])
     monkeypatch.setattr(addresses, "_interface_addresses", lambda: iter(["127.0.0.1", "10.1.2.3"]))
     assert addresses.choose_host(None, store_host).host == "10.1.2.3"
+
+
+def test_a_network_that_comes_up_late_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks = iter([None, None, None, None, None, "10.1.2.3"])
+    monkeypatch.setattr(addresses, "_leaving_for", lambda host: next(looks))
+    assert addresses.await_route(["near", "far"], NEVER) == "far"
+    assert ["no route leads to near yet" in text for text in caplog.messages] == [True]
+
+
+def test_a_network_that_does_not_come_up_is_not_waited_for_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "_leaving_for", lambda host: None)
+    assert addresses.await_route(["far"], 0.0) is None
+    assert addresses.await_route([], NEVER) is None, "nobody has to be reached"
 
 
 def test_loopback_and_a_far_store_is_warned_about(

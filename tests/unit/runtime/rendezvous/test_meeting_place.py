@@ -36,6 +36,20 @@ def test_one_that_is_alone_needs_no_place() -> None:
     assert (place.rank, place.world_size, place.host) == (0, 1, "127.0.0.1")
 
 
+@pytest.mark.parametrize(
+    ("url", "size", "hosts"),
+    [
+        ("tcp://a:1", 2, ["a"]),
+        ("tcp://a:1", 1, []),
+        ("file:///a", 2, []),
+        ("farcall://a:1,b:2", None, ["a", "b"]),
+        ("farcall://a:1?unix=/b", None, []),
+    ],
+)
+def test_the_hosts_that_have_to_be_reached(url: str, size: int | None, hosts: list[str]) -> None:
+    assert find_meeting_place(0, size, url, {}).hosts == hosts
+
+
 def test_the_url_gives_all() -> None:
     place = find_meeting_place(-1, None, "tcp://[::1]:1234?rank=0&world_size=2", {})
     assert (place.rank, place.world_size, place.host, place.port) == (0, 2, "::1", 1234)
