@@ -299,12 +299,12 @@ class Tls:
 
 def tls_for(options: RpcBackendOptions) -> Tls | None:
     """What connections over a network are encrypted with; None: they are not."""
-    return _tls_of(options.tls) if options.encrypts else None
+    return _tls_of(options.tls, os.getpid()) if options.encrypts else None
 
 
 @lru_cache(maxsize=16)
-def _tls_of(options: TlsOptions | None) -> Tls:
-    """One object for all parts of a node: reading certificates takes a while."""
+def _tls_of(options: TlsOptions | None, process: int) -> Tls:
+    """One object for all parts of a node: reading certificates takes a while. A forked child may find a lock taken."""
     return Tls(options)
 
 

@@ -15,14 +15,14 @@ from tests.kit.memory_transport import MemoryTransport, memory_pair
 from tests.kit.transports import TRANSPORT_CHECKS, Check
 
 from farcall.cli.certificates import make_certificates
-from farcall.options import TlsOptions
+from farcall.options import RpcBackendOptions, TlsOptions
 from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import MAGIC, TLS_NAME, TLS_RECORD, Hello, Refused, Side
 from farcall.protocol.member import Member
 from farcall.transport.address import dial, listen
 from farcall.transport.interface import NotEncrypted, TlsFailed, Transport, TransportBroken, TransportForged
 from farcall.transport.pump import _names_host
-from farcall.transport.tls import Tls, _ephemeral
+from farcall.transport.tls import Tls, _ephemeral, tls_for
 
 SECRET = b"a secret of some length"
 PATIENCE_S = 60.0
@@ -295,6 +295,16 @@ class Empty:
         found = head + AESGCM(self._derived(b"key", 32)).encrypt(self._derived(b"iv", 12), message, head)
         self._secret = self._derived(b"traffic upd", 48)
         return found
+
+
+def test_a_forked_child_takes_no_lock_of_its_parent(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of the parent that looks at its certificates at that moment would hold it for ever."""
+    chosen = RpcBackendOptions(tls=options(files))
+    parent = tls_for(chosen)
+    assert parent is not None
+    assert tls_for(chosen) is parent
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    assert tls_for(chosen) is not parent
 
 
 def test_who_sends_records_with_nothing_in_them_is_cut_off(tmp_path: Path) -> None:

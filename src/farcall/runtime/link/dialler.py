@@ -22,7 +22,6 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import Final
@@ -365,10 +364,6 @@ def prove(
         return _prove(transport, name or "the peer", handshake, deadline, before_proof)
     except NotEncrypted as error:
         raise handshake.unencrypted(error.first_bytes) from None
-    except Refused as refusal:
-        with suppress(TransportError):
-            transport.send((refusal.farewell,))
-        raise
 
 
 def _prove(
@@ -378,12 +373,14 @@ def _prove(
     buffer = bytearray(64 * 1024)
     while True:
         while outgoing:
-            if not transport.wait_writable(max(0.0, deadline - monotonic())):
-                raise DialFailed(f"{name} does not read while {handshake.state.value}")
+            if not _wait(transport.wait_writable, transport, deadline):
+                raise DialFailed(f"{name} does not answer while {handshake.state.value}")
             if transport.wrong_host:
-                raise refuse(RefusalReason.OTHER_HOST, f"{name}: {transport.wrong_host}")
+                refusal = refuse(RefusalReason.OTHER_HOST, f"{name}: {transport.wrong_host}")
+                transport.send((refusal.farewell,))
+                raise refusal
             outgoing = outgoing[transport.send((outgoing,)) :]
-        if not _wait_readable(transport, deadline):
+        if not _wait(transport.wait_readable, transport, deadline):
             raise DialFailed(f"{name} does not answer while {handshake.state.value}")
         count = transport.receive_into(memoryview(buffer))
         if count is None:
@@ -398,9 +395,9 @@ def _prove(
             return established
 
 
-def _wait_readable(transport: Transport, deadline: float) -> bool:
+def _wait(wait_ready: Callable[[float], bool], transport: Transport, deadline: float) -> bool:
     """Wait for a member, which may be busy, unless its host vanishes meanwhile."""
-    while not transport.wait_readable(min(HOST_LOOK_S, max(0.0, deadline - monotonic()))):
+    while not wait_ready(min(HOST_LOOK_S, max(0.0, deadline - monotonic()))):
         if monotonic() >= deadline or transport.silent_s() > HOST_SILENT_S:
             return False
     return True

@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
-from tests.kit.memory_transport import FRESH, MemoryTransport
+from tests.kit.memory_transport import FRESH, MemoryTransport, memory_pair
 from tests.kit.waiting import wait_until
 
 from farcall.protocol.backoff import Backoff
@@ -23,6 +23,7 @@ from farcall.runtime.link.dialler import Dialler, Found, Target
 from farcall.runtime.link.listener import PeerListener
 from farcall.secret import Secret
 from farcall.transport.interface import DialFailed, DialRefused, DialUnanswered, Transport
+from farcall.transport.tls import Tls
 
 PATIENCE_S = 60.0
 SECRET = Secret(b"a secret of enough bytes")
@@ -248,6 +249,17 @@ def test_a_dial_that_was_not_even_greeted_is_withdrawn_before_the_next_attempt(
     assert dialler.withdraw(even_if_proving=False)
     go_on.set()
     dialler.join(PATIENCE_S)
+
+
+def test_a_host_that_vanishes_before_it_answers_is_waited_for_no_longer_if_the_connection_is_encrypted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An attempt may take ten minutes: a member may be busy."""
+    monkeypatch.setattr(MemoryTransport, "silent_s", lambda self: dialling.HOST_SILENT_S + 1)
+    deadline = monotonic() + PATIENCE_S
+    with pytest.raises(DialFailed, match="does not answer"):
+        dialling.prove(Tls(None).dialled(memory_pair()[0], "host"), "host", ME, SECRET.values[0], deadline)
+    assert monotonic() < deadline
 
 
 def test_a_member_that_was_connected_is_dialled_on_though_its_certificate_names_another_host(
