@@ -10,13 +10,10 @@ Knows nothing of stores and opens no listener. Logs the choice once, with the re
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import logging
-import os
 import socket
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from time import monotonic
 from typing import NamedTuple
 
@@ -30,7 +27,6 @@ _ANY_PORT = 9
 # Documentation networks: routed like any far host, but no host has these addresses.
 _FAR_HOSTS = ("192.0.2.1", "2001:db8::1")
 _LOOPBACK = "127.0.0.1"
-_SIOCGIFADDR = 0x8915
 _LOOK_AGAIN_S = 0.1
 
 
@@ -144,24 +140,21 @@ def _own_host() -> AdvertisedHost:
 
 def _outward() -> str | None:
     """The address with which this machine reaches far hosts, or without a route to any, hosts near by; or None."""
-    for far in _FAR_HOSTS:
-        found = _leaving_for(far)
+    for host in (*_FAR_HOSTS, *_near_hosts()):
+        found = _leaving_for(host)
         if found is not None and not is_loopback(found):
             return found
-    return next((found for found in _interface_addresses() if not is_loopback(found)), None)
+    return None
 
 
-def _interface_addresses() -> Iterator[str]:
-    """The first IPv4 address of each interface that is up, on Linux."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)))
-            except OSError:
-                continue  # it has none
-            found = socket.inet_ntoa(answer[20:24])
-            if _binds(socket.AF_INET, (found, 0)):  # not where it is down
-                yield found
+def _near_hosts() -> list[str]:
+    """An address in each network that routes lead to, on Linux."""
+    try:
+        with open("/proc/net/route") as table:
+            networks = [int(line.split()[1], 16) for line in table.readlines()[1:]]
+    except OSError:
+        return []
+    return [str(ipaddress.IPv4Address(socket.ntohl(network) | 1)) for network in networks]
 
 
 def _leaving_for(host: str) -> str | None:

@@ -43,7 +43,6 @@ def test_a_host_name_that_means_loopback_here_gives_the_way_out(monkeypatch: pyt
 def test_a_machine_without_network_gives_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "_leaving_for", lambda host: None)
     monkeypatch.setattr(addresses, "_resolve", lambda host: [])
-    monkeypatch.setattr(addresses, "_interface_addresses", lambda: iter(["127.0.0.1"]))
     assert addresses.choose_host(None, None).host == "127.0.0.1"
 
 
@@ -51,9 +50,9 @@ def test_a_machine_without_network_gives_loopback(monkeypatch: pytest.MonkeyPatc
 def test_a_machine_without_a_way_out_gives_the_address_of_an_interface(
     monkeypatch: pytest.MonkeyPatch, store_host: str | None
 ) -> None:
-    monkeypatch.setattr(addresses, "_leaving_for", lambda host: None)
+    monkeypatch.setattr(addresses, "_near_hosts", lambda: ["127.0.0.1", "10.1.2.1"])
+    monkeypatch.setattr(addresses, "_leaving_for", {"127.0.0.1": "127.0.0.1", "10.1.2.1": "10.1.2.3"}.get)
     monkeypatch.setattr(addresses, "_resolve", lambda host: [])
-    monkeypatch.setattr(addresses, "_interface_addresses", lambda: iter(["127.0.0.1", "10.1.2.3"]))
     assert addresses.choose_host(None, store_host).host == "10.1.2.3"
 
 
