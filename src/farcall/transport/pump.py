@@ -8,7 +8,7 @@ message, buffers 13.2, a plain socket 6.7; large messages cost the same.)
     shaking    the handshake's last bytes are here   ready: bytes of the two ends go through
     shaking    a certificate is refused              over: ``TlsFailed``
     ready      a record that was changed             over: ``TransportForged``
-    ready      64 KiB of records with nothing in     over: ``TransportBroken``
+    any        64 KiB from the wire for nothing      over: ``TransportBroken``
 
 What the other end's first byte tells: 0x16 or 0x15, a record of TLS; 0x89, farcall in the clear (`protocol/hello.py`);
 any other, something else. A dialer names the protocol ``farcall`` in its first record (ALPN), for listeners that do not
@@ -34,7 +34,7 @@ _JOINED_BYTES: Final = 16 * 1024
 _RECORDS: Final = (0x16, 0x15)
 """The first byte of a handshake record, and of an alert."""
 _MOST_BARREN_BYTES: Final = 64 * 1024
-"""Records of whole messages bring plain text. Others, which change keys, anybody could send without end."""
+"""No handshake is as long, and a record brings plain text: others, which change keys, could be sent without end."""
 _ADVICE: Final = "give every member certificates of one authority (farcall certificates), or none of them"
 
 
@@ -93,6 +93,7 @@ class Pump:
             try:
                 self._object.do_handshake()
             except ssl.SSLWantReadError:
+                self._check_barren()
                 return False
             except ssl.SSLError as error:
                 raise self._failed(error) from error
@@ -176,13 +177,16 @@ class Pump:
             self._barren_bytes = 0
             return count
         except ssl.SSLWantReadError:
-            if self._barren_bytes > _MOST_BARREN_BYTES:
-                raise TransportBroken("the other end sends records without anything in them") from None
+            self._check_barren()
             return None
         except ssl.SSLZeroReturnError:
             return 0
         except ssl.SSLError as error:
             raise self._failed(error) from error
+
+    def _check_barren(self) -> None:
+        if self._barren_bytes > _MOST_BARREN_BYTES:
+            raise TransportBroken("the other end sends records without anything in them")
 
     @property
     def has_plain_text(self) -> bool:

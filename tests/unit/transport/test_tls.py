@@ -320,6 +320,17 @@ def test_who_sends_records_with_nothing_in_them_is_cut_off(tmp_path: Path) -> No
         listening.receive_into(view)
 
 
+def test_who_begins_with_more_than_anybody_needs_is_cut_off() -> None:
+    """OpenSSL would keep 128 KiB of a stranger."""
+    way, inner = memory_pair(1 << 20)
+    listening = Tls(None).accepted(inner)
+    announced = b"\x01\x01\xf0\0"
+    for content in (announced + bytes((1 << 14) - len(announced)), *[bytes(1 << 14)] * 6):
+        way.send((TLS_RECORD + b"\x01\x40\0" + content,))
+    with pytest.raises(TransportBroken, match="without anything in them"):
+        listening.receive_into(memoryview(bytearray(100)))
+
+
 def certificates_of(between: Between) -> bytes:
     return between.left.binding[:64]
 
