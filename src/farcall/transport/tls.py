@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from farcall.options import RpcBackendOptions, TlsOptions
 from farcall.private_files import fingerprint
-from farcall.transport.interface import Buffer, TlsFailed, Transport, TransportBroken, TransportError
+from farcall.transport.interface import AcceptPostponed, Buffer, TlsFailed, Transport, TransportBroken, TransportError
 from farcall.transport.pump import ALPN, MAX_BODY_BYTES, Pump
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -284,7 +284,10 @@ class Tls:
 
     def _current(self) -> _Contexts:
         if self._contexts is None or self._options is None:
-            return _ephemeral(os.getpid())
+            try:
+                return _ephemeral(os.getpid())
+            except OSError as error:
+                raise AcceptPostponed(f"cannot make a certificate now: {error}") from error
         with self._lock:
             seen = fingerprint(self._files)
             if seen != self._seen:

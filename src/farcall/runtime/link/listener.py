@@ -159,7 +159,12 @@ class PeerListener:
                 self._tell("too many connections that prove nothing", wire)
                 wire.close()
                 continue
-            transport = wire if self._tls is None or not wire.needs_encryption else self._tls.accepted(wire)
+            try:
+                transport = wire if self._tls is None or not wire.needs_encryption else self._tls.accepted(wire)
+            except AcceptPostponed as error:
+                wire.close()
+                self._postpone(listener, error)
+                return
             nonce, binding = secrets.token_bytes(NONCE_BYTES), partial(getattr, transport, "binding")
             first, *others = self._secret.values
             me = self._me

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 from collections import deque
@@ -23,6 +24,7 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link import listener as doors
 from farcall.runtime.link.listener import HANDSHAKE_S, MAX_GUESTS, MAX_TOLD, PeerListener
 from farcall.secret import Secret
+from farcall.transport import tls as tls_module
 from farcall.transport.address import dial
 from farcall.transport.interface import AcceptPostponed, ListenFailed, Transport
 from farcall.transport.tls import Tls
@@ -205,6 +207,25 @@ def test_who_does_not_encrypt_is_told_so_once_for_each_reason_and_host(
     assert "FARCALL_ENCRYPTION=off" in hall.door.refusals["guest"]
     assert hall.door.refused_hosts.keys() == {"10.0.0.1", "10.0.0.2"}
     assert not hall.door._guests
+    hall.close()
+
+
+def test_out_of_descriptors_there_is_no_certificate_and_the_door_opens_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(MemoryTransport, "needs_encryption", True)
+
+    def fail(process: int) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    hall = Hall(tls=Tls(None))
+    with monkeypatch.context() as short:
+        short.setattr(tls_module, "_ephemeral", fail)
+        assert all(is_closed(hall.dial()) for _ in range(3))
+    [told] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "Too many open files" in told
+    assert not is_closed(hall.dial())
+    assert len(hall.door._guests) == 1
     hall.close()
 
 
