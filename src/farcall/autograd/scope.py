@@ -69,7 +69,9 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
     try:
         current_runtime().part(Recorder).backward(context_id, roots, retain_graph)
     except RuntimeError as error:
-        if "modified by an inplace operation" in str(error):
+        from farcall.foreign_errors import is_changed_in_place  # most programs never need it
+
+        if is_changed_in_place(error):
             error.add_note(
                 "A step of an optimizer has changed weights that this pass needed: do several trainers use one model? "
                 "Then wrap it where it lives: farcall.nn.Shared(model)"

@@ -32,6 +32,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+from farcall.foreign_errors import is_not_found
 from farcall.launcher.engine import EngineError, ProcessState, Watcher, WorkerSpec
 from farcall.launcher.engines import pods
 
@@ -91,7 +92,7 @@ class Kubectl:
         try:
             self.ask("delete", "--raw", path)
         except EngineError as error:
-            if "NotFound" not in str(error) and "not found" not in str(error):
+            if not is_not_found(str(error)):
                 raise
 
     def namespace(self) -> str:

@@ -62,6 +62,7 @@ from farcall.protocol.membership.messages import (
     Message,
     Obituary,
     Ping,
+    Refusal,
     Status,
     Update,
 )
@@ -74,7 +75,6 @@ ACKS_NEEDED = 2
 PATIENT_ROUNDS = 2
 FAREWELL_ROUNDS = 5
 GROUP_IS_OVER = "the group is over, since a member has left it"
-"""Why a group of fixed size admits nobody any more: its members leave together, or to meet anew."""
 
 NewcomerMessage: TypeAlias = Join | Introduction | Forward | Decision
 
@@ -107,21 +107,22 @@ class Admissions:
                 if rivals and (decision := self._contest(member, rivals, now)) is not None:
                     # Two arbiters gave out one name. Whom two members refuse joins again.
                     lowest = self._table.lowest_rank().rank
-                    self._outbox.send(sender, Obituary(sender, decision.why_not, self._table.size, lowest))
+                    why, refusal = decision.why_not, decision.refusal
+                    self._outbox.send(sender, Obituary(sender, why, self._table.size, lowest, refusal=refusal))
             case Forward(member):
                 decision = self.decide(member, now)
                 if decision is not None:
                     latest = self._table.latest(MAX_UPDATES)
                     self._outbox.send(sender, msgspec.structs.replace(decision, latest=latest))
-            case Decision(member, why_not, latest) if member.incarnation != self._table.me:  # as sponsor: pass it on
+            case Decision(member, _, latest) if member.incarnation != self._table.me:  # as sponsor: pass it on
                 for other in latest:
                     self._take_in(other, now)
-                self._outbox.send(member.incarnation, Decision(member, why_not))
+                self._outbox.send(member.incarnation, msgspec.structs.replace(message, latest=()))
 
     def _on_join(self, member: Member, now: float) -> None:
         """As sponsor: forward a request to the arbiter; take in a newcomer that confirms its offer."""
         if self._is_fixed and self._table.is_over and self._table.member(member.incarnation) is None:
-            self._outbox.send(member.incarnation, Decision(member, GROUP_IS_OVER))
+            self._outbox.send(member.incarnation, Decision(member, GROUP_IS_OVER, refusal=Refusal.GROUP_OVER))
         elif not member.admission and self._table.member(member.incarnation) is None:
             arbiter = self._table.lowest_rank(trusted_only=True).incarnation
             if arbiter != self._table.me:
@@ -149,7 +150,7 @@ class Admissions:
         if self._table.member(member.incarnation) is None:
             for rival in self._table.rivals(member):
                 if rival.admission >= member.admission:
-                    self._outbox.send(member.incarnation, Decision(member, _why_not(member, rival)))
+                    self._outbox.send(member.incarnation, _taken(member, rival))
                     return False
             if self._options.is_guarded and not self.is_free(member, now):
                 return False
@@ -163,7 +164,7 @@ class Admissions:
             known = entry.member or member
             return Decision(known, "" if not entry.ended else "this process was a member before, and its time is over")
         if self._is_fixed and self._table.is_over:
-            return Decision(member, GROUP_IS_OVER)
+            return Decision(member, GROUP_IS_OVER, refusal=Refusal.GROUP_OVER)
         rivals = self._table.rivals(member)
         if rivals:
             return self._contest(member, rivals, now)
@@ -191,11 +192,11 @@ class Admissions:
         patience_s = self._options.suspicion_s + self._options.death_bound_s(self._table.size)
         if since is not None and now - since > patience_s:
             how = "which does not answer, but has not ended: end it first"
-            return Decision(member, _why_not(member, rivals[0], how))
+            return _taken(member, rivals[0], how)
         for rival in rivals:
             if rival.incarnation == self._table.me or (since is not None and self._heard_since(rival, since)):
                 self._contests.pop(member.incarnation, None)
-                return Decision(member, _why_not(member, rival))
+                return _taken(member, rival)
         if since is None:
             if len(self._contests) >= MAX_CONTESTS:  # newcomers that went away unanswered
                 del self._contests[next(iter(self._contests))]
@@ -208,10 +209,12 @@ class Admissions:
         return self._table.entries[rival.incarnation].heard_at > since
 
 
-def _why_not(member: Member, rival: Member, how: str = "which is alive") -> str:
+def _taken(member: Member, rival: Member, how: str = "which is alive") -> Decision:
     if rival.name == member.name:
-        return f"the name {member.name!r} is taken: the member of rank {rival.rank} has it, {how}"
-    return f"rank {member.rank} is taken: {rival.name!r} has it, {how}; give every process a rank of its own"
+        why = f"the name {member.name!r} is taken: the member of rank {rival.rank} has it, {how}"
+        return Decision(member, why, refusal=Refusal.NAME_TAKEN)
+    why = f"rank {member.rank} is taken: {rival.name!r} has it, {how}; give every process a rank of its own"
+    return Decision(member, why, refusal=Refusal.RANK_TAKEN)
 
 
 def loser_of(one: Member, other: Member) -> tuple[Member, str]:
@@ -225,7 +228,7 @@ class Newcomer:
     """The joining of a node that is no member yet; ends with a call of ``admit`` or ``refuse``."""
 
     def __init__(
-        self, shared: Shared, admit: Callable[[JoinAnswer, float], None], refuse: Callable[[str], None]
+        self, shared: Shared, admit: Callable[[JoinAnswer, float], None], refuse: Callable[[str, Refusal], None]
     ) -> None:
         self._options, self._table = shared.options, shared.table
         self._timers, self._outbox = shared.timers, shared.outbox
@@ -253,14 +256,14 @@ class Newcomer:
         elif isinstance(message, Decision):
             self._on_offer(message)
         elif isinstance(message, Obituary) and not message.alone:
-            self._refuse(message.why)  # admitted and expelled again, before we heard of either
+            self._refuse(message.why, message.refusal)  # admitted and expelled again, before we heard of either
         elif isinstance(message, Ping | Obituary):
             self._outbox.send(sender, Ack(()))  # news of our admission may overtake the JoinAnswer
 
     def _on_offer(self, decision: Decision) -> None:
         """Confirm the first offer only."""
         if decision.why_not:
-            self._refuse(decision.why_not)
+            self._refuse(decision.why_not, decision.refusal)
         elif decision.member.incarnation == self._table.me and not self._table.myself.admission:
             self._table.become(decision.member)
             self._outbox.send(self._via, Join(decision.member))

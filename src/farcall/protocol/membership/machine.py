@@ -38,6 +38,7 @@ from farcall.protocol.membership.messages import (
     Message,
     Obituary,
     Ping,
+    Refusal,
     Resurfaced,
     Status,
     Update,
@@ -482,9 +483,9 @@ class MembershipMachine:
                 self._suspicions.begin(member.incarnation, entry.version, False, now)
         self._learn(0, [update for update in answer.updates if update.incarnation == self.me], now)
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, why: str, kind: Refusal) -> None:
         if self._move(events.Refused):
-            self._outbox.tell(events.Refused(why))
+            self._outbox.tell(events.Refused(why, kind))
 
     def _on_newcomer(self, sender: int, message: NewcomerMessage, now: float) -> None:
         """Serve newcomers, unless this member leaves: a leaving sponsor or arbiter could not finish the admission."""

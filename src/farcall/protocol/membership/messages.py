@@ -53,6 +53,16 @@ class Status(IntEnum):
     LEFT = 3
 
 
+class Refusal(IntEnum):
+    """Why a newcomer is not let in, for programs; the text is for people."""
+
+    OTHER = 0
+    NAME_TAKEN = 1
+    RANK_TAKEN = 2
+    GROUP_OVER = 3
+    """A group of fixed size admits nobody any more: its members leave together, or to meet anew."""
+
+
 class Update(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """One claim about one incarnation. Claims about the living carry the whole ``member``."""
 
@@ -128,6 +138,7 @@ class Obituary(ControlMessage, frozen=True, tag=58):
     lowest_rank: _Count
     hinted: bool = False
     alone: bool = False
+    refusal: Refusal = Refusal.OTHER
 
 
 class Resurfaced(ControlMessage, frozen=True, tag=59):
@@ -151,6 +162,7 @@ class Decision(ControlMessage, frozen=True, tag=62):
     member: Member
     why_not: _Why
     latest: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_UPDATES)] = ()
+    refusal: Refusal = Refusal.OTHER
 
 
 class JoinAnswer(ControlMessage, frozen=True, tag=63):

@@ -103,7 +103,7 @@ class FailureDetector:
         self._settled = Gate()
         self.agreed_to_leave: bool = False
         """Have all members agreed to leave? Then the group admits nobody."""
-        self.why_refused: str | None = None
+        self.refused: events.Refused | None = None
         self.expelled_by: int = 0
         """The incarnation that told this node of its death; 0: unknown."""
 
@@ -119,13 +119,13 @@ class FailureDetector:
     ) -> bool:
         """Ask ``incarnation``, over an existing link, to let this node in; False: not admitted in time, or refused.
 
-        ``former``: members that this node knew in its former membership. Raises nothing: see ``why_refused``. From the
+        ``former``: members that this node knew in its former membership. Raises nothing: see ``refused``. From the
         thread that starts the node.
         """
         deadline = monotonic() + timeout_s
         self.begin()
         self._loop.call_soon(lambda: self.feed(events.LocalJoin(incarnation, former)))
-        while not self.belongs and self.why_refused is None:
+        while not self.belongs and self.refused is None:
             remaining_s = deadline - monotonic()
             if remaining_s <= 0 or is_lost():
                 break
@@ -294,8 +294,8 @@ class FailureDetector:
                         reach.on_joined(member, was_there=True)
                     reach.on_admitted()
                     self._settled.open()
-                case events.Refused(why):
-                    self.why_refused = why
+                case events.Refused():
+                    self.refused = effect
                     self._settled.open()
                 case events.Departed():
                     self._settled.open()

@@ -32,7 +32,7 @@ from farcall.protocol.connector import Dial, Ended, Goal, Step
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello, Listen, RefusalReason, refuse
 from farcall.protocol.member import Member
-from farcall.protocol.membership.joining import GROUP_IS_OVER
+from farcall.protocol.membership.messages import Refusal
 from farcall.runtime.io.bounded_call import Unanswered, in_bounded_time
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.sigint import Gate
@@ -497,13 +497,18 @@ class _Newcomer:
         patience_s = min(SPONSOR_S, deadline - monotonic())
         if watch.join_through(stranger.incarnation, self._former, patience_s, lambda: is_lost() or not link.up):
             return True
-        why = watch.why_refused
-        if why is None:
+        refused = watch.refused
+        if refused is None:
             return False
-        if why == GROUP_IS_OVER:
-            raise GroupIsOver(f"{watch.me.name} was not let in: {why}", self._membership.cluster_id)
-        kind = DuplicateName if why.startswith("the name") else BadRank if why.startswith("rank") else InitError
-        raise kind(f"{watch.me.name} was not let in: {why}")
+        told = f"{watch.me.name} was not let in: {refused.why}"
+        match refused.kind:
+            case Refusal.GROUP_OVER:
+                raise GroupIsOver(told, self._membership.cluster_id)
+            case Refusal.NAME_TAKEN:
+                raise DuplicateName(told)
+            case Refusal.RANK_TAKEN:
+                raise BadRank(told)
+        raise InitError(told)
 
     def found(self, deadline: float) -> None:
         founded = threading.Event()

@@ -101,7 +101,9 @@ def _open_tcp(place: MeetingPlace, deadline: float, cancelled: threading.Event) 
         try:
             return _serve_tcp(place, deadline)
         except RuntimeError as error:
-            if "EADDRINUSE" not in str(error) and "in use" not in str(error):
+            from farcall.foreign_errors import is_port_taken  # most programs never need it
+
+            if not is_port_taken(error):
                 raise InitError(
                     f"cannot serve a store on port {place.port}: {error}; choose another one (MASTER_PORT, or the "
                     "url) for all workers"
