@@ -78,6 +78,15 @@ def test_promise_about_calls_while_others_die_and_join(meanwhile_us: list[float]
     assert verdict_of(results, "no-op p50 while others die and join").held is True
 
 
+@pytest.mark.parametrize(("by_value_us", "held"), [([115, 20], True), ([116, 24], False)])
+def test_promise_about_a_function_of_the_script(by_value_us: list[float], held: bool) -> None:
+    results = Results(CASES.values())
+    for plain_us, script_us in zip([100, 20], by_value_us, strict=True):
+        results.record(CASES["no-op"], "farcall", {"p50": plain_us})
+        results.record(CASES["function of the script"], "farcall", {"p50": script_us})
+    assert verdict_of(results, "a function of the script against one of a module").held is held
+
+
 def test_promise_of_a_failed_case_is_broken_without_stock_unknown_and_of_other_cases_not_there() -> None:
     results = results_of("no-op", "p50", stock=[100])
     assert verdict_of(results, "no-op p50").held is None

@@ -183,6 +183,18 @@ def call_oneself(function: Callable[..., Any], *arguments: Any) -> Setup:
     return lambda system: partial(system.rpc_sync, system.own_name, function, args=arguments)
 
 
+def call_by_value(system: CallSystem) -> Operation:
+    """``rpc_sync`` of a function that no other worker can import, and that calls another such."""
+
+    def helper() -> None:
+        noop()
+
+    def function() -> None:
+        helper()
+
+    return call(function)(system)
+
+
 def call_each_peer_in_turn(system: CallSystem) -> Operation:
     """``rpc_sync`` to all peers, one after another."""
     peers = cycle(system.peers)
@@ -323,6 +335,7 @@ def _cases() -> list[Case]:
         Case("torch.add, 64 in flight", "calls/s", "higher", issue(torch.add, torch.ones(1), 1), rate(64)),
         Case("script function, 64 in flight", "calls/s", "higher", issue_script, rate(64)),
         Case("8 script functions of 50 ms", "us", "lower", wait_in_scripts(8), typical_us),
+        Case("function of the script", "us", "lower", call_by_value, latency_us, only=Farcall.name),
         Case("no-op to oneself", "us", "lower", call_oneself(noop), latency_us),
         Case("echo tensor(1)", "us", "lower", call(echo, torch.ones(1)), latency_us, Floor.ping_pong),
         Case("remote, to_here", "us", "lower", create_and_fetch, latency_us),

@@ -143,16 +143,20 @@ def linear_growth(text: str, at_most: float) -> Target:
     return Target(text, f"at most {at_most:.3g}x", cases, value, lambda value: value <= at_most)
 
 
+def hardly_slower(text: str, plain: str, case: str, statistic: str, at_most: float) -> Target:
+    """The time of ``case``, against that of ``plain``, both of farcall's."""
+
+    def value(results: Results) -> float | None:
+        before, then = (results.rounds(one, Farcall.name, statistic) for one in (plain, case))
+        return median(b / a for a, b in zip(before, then, strict=True)) if before and then else None
+
+    return Target(text, f"at most {at_most:.3g}x as long", (plain, case), value, lambda value: value <= at_most)
+
+
 def undisturbed(text: str, statistic: str, at_most: float) -> Target:
     """The time of calls while others die and join, against quiet."""
     quiet, _, disturbed = CHURN
-
-    def value(results: Results) -> float | None:
-        before, meanwhile = (results.rounds(case, Farcall.name, statistic) for case in (quiet, disturbed))
-        return median(b / a for a, b in zip(before, meanwhile, strict=True)) if before and meanwhile else None
-
-    wanted = f"at most {at_most:.3g}x as long"
-    return Target(text, wanted, (quiet, disturbed), value, lambda value: value <= at_most)
+    return hardly_slower(text, quiet, disturbed, statistic, at_most)
 
 
 def of_work() -> list[Target]:
@@ -202,6 +206,7 @@ TARGETS: tuple[Target, ...] = (
     *of_work(),
     linear_growth("a further call in a long chain against one in a short chain", 1.5),
     descriptors_per_peer("descriptors of a node", 2),
+    hardly_slower("a function of the script against one of a module", "no-op", "function of the script", "p50", 1.15),
     undisturbed("no-op p50 while others die and join", "p50", 1.5),
     undisturbed("no-op p99 while others die and join", "p99", 1.5),
 )
