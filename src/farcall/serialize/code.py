@@ -23,12 +23,13 @@ import importlib.util
 import io
 import platform
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from farcall.errors import FunctionNotFound, SerializationError
+from farcall.errors import FunctionNotFound, NotPicklable, RpcError, SerializationError
 from farcall.serialize.context import Encoding
-from farcall.serialize.policy import REDUCERS
+from farcall.serialize.policy import REDUCERS, Reducer
 
 HINT = "define it at module level, or install cloudpickle on all workers: pip install 'farcall[notebook]'"
 _missing = object()
@@ -84,25 +85,54 @@ def reduce_code(code: Any, encoding: Encoding) -> Any:
     """Write a function or class by name, as pickle does, or by value."""
     if not goes_by_value(code):
         return NotImplemented
-    return load_code, (_dump(code, encoding), importlib.util.MAGIC_NUMBER, platform.python_version())
+
+    def reduce_in_message(reducer: Reducer, value: Any) -> Any:
+        encoding.contextual = True
+        return reducer(value, encoding)
+
+    try:
+        data = _dump(code, reduce_in_message)
+    except RpcError:
+        raise
+    except Exception as error:
+        raise _explain(code, error) from error
+    return load_code, (data, importlib.util.MAGIC_NUMBER, platform.python_version())
 
 
-def _dump(code: Any, encoding: Encoding) -> bytes:
+def _dump(code: Any, reduce: Callable[[Reducer, Any], Any]) -> bytes:
+    """Write ``code`` with cloudpickle; ``reduce(reducer, value)`` writes what has a reducer of its own."""
     cloudpickle: Any = importlib.import_module("cloudpickle")
 
     class CodePickler(cloudpickle.CloudPickler):  # type: ignore[misc]
-        """cloudpickle for code, and the reducers of the message for everything else."""
-
         def reducer_override(self, value: Any) -> Any:
             reducer = REDUCERS.get(type(value))
-            if reducer is None:
-                return super().reducer_override(value)
-            encoding.contextual = True
-            return reducer(value, encoding)
+            return super().reducer_override(value) if reducer is None else reduce(reducer, value)
 
     file = io.BytesIO()
     CodePickler(file, 5).dump(code)
     return file.getvalue()
+
+
+def _explain(code: Any, error: Exception) -> SerializationError:
+    """Name the part of ``code`` that cannot be pickled."""
+    from farcall.serialize.diagnosis import find_in_code  # no message that can be sent needs it
+
+    def is_fine(part: Any) -> bool:
+        try:
+            _dump(part, lambda reducer, value: (int, ()))
+        except Exception:
+            return False
+        return True
+
+    title = f"the class {code.__qualname__}" if isinstance(code, type) else f"{code.__qualname__}()"
+    found = find_in_code(code, is_fine)
+    if found is None:
+        return NotPicklable(f"cannot send {title} by value: {type(error).__name__}: {error}; {HINT}")
+    where, kind = found
+    return NotPicklable(
+        f"cannot send {title} by value: {where}, a {kind.__module__}.{kind.__qualname__}, cannot be pickled "
+        f"({type(error).__name__}: {error}); put it into a module that workers import, or make it inside the function"
+    )
 
 
 def load_code(data: bytes, magic_number: bytes, python_version: str) -> Any:

@@ -8,7 +8,9 @@ have side effects. It decides nothing and never raises.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -53,6 +55,47 @@ def _names_in_request(value: Any) -> dict[str, str]:
     first = value[0]
     of_method = len(first) == 4 and isinstance(first[0], int) and isinstance(first[2], tuple) and value[1] is None
     return {"[0][2]": "args", "[0][3]": "kwargs"} if of_method else {"[0]": "args", "[1]": "kwargs"}
+
+
+def find_in_code(code: Any, is_fine: Callable[[Any], bool]) -> tuple[str, type] | None:
+    """Where in a function or class by value the part is that cannot be pickled, as text, and its type; None: unknown.
+
+    ``is_fine(part)`` tries one. Looks at what the code names first, then at the functions and classes among that.
+    """
+    from farcall.serialize.units import globals_of, is_by_value
+
+    def parts_of(owner: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(owner, type):
+            for name, value in list(vars(owner).items()):
+                if name not in ("__dict__", "__weakref__"):
+                    yield f"attribute {name}", getattr(value, "__func__", getattr(value, "fget", None)) or value
+            yield from ((f"base {base.__qualname__}", base) for base in owner.__bases__)
+            return
+        for name in globals_of(owner.__code__)[0]:
+            if name in owner.__globals__:
+                yield f"global {name}", owner.__globals__[name]
+        for name, cell in zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True):
+            with suppress(ValueError):  # an empty one
+                yield f"closure's variable {name}", cell.cell_contents
+        yield from (("default", value) for value in owner.__defaults__ or ())
+        for what, values in (("default", owner.__kwdefaults__ or {}), ("attribute", owner.__dict__)):
+            yield from ((f"{what} {name}", value) for name, value in list(values.items()))
+
+    try:
+        seen, owners = {id(code)}, [code]
+        for owner in owners:
+            for label, part in parts_of(owner):
+                if isinstance(part, FunctionType | type) and is_by_value(part):
+                    if id(part) not in seen:
+                        seen.add(id(part))
+                        owners.append(part)
+                elif not is_fine(part):
+                    call = "" if isinstance(owner, type) else "()"
+                    whose = f"its {label}" if owner is code else f"the {label} of {owner.__qualname__}{call}"
+                    return whose, type(part)
+    except Exception:
+        pass  # as above
+    return None
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:

@@ -430,8 +430,10 @@ def _undo(encoding: Encoding) -> None:
 
 
 def _says_it_all(error: BaseException) -> bool:
-    """Did one of farcall's reducers refuse for a reason that is not about pickling?"""
-    return isinstance(error, RpcError) and not isinstance(error, SerializationError)
+    """Did one of farcall's reducers refuse for a reason that is not about pickling, or that names the culprit?"""
+    return isinstance(error, RpcError) and (
+        not isinstance(error, SerializationError) or isinstance(error, NotPicklable)
+    )
 
 
 def _explain(value: Any, error: Exception, is_request: bool) -> SerializationError:

@@ -193,6 +193,9 @@ def split(function: FunctionType) -> tuple[bytes, list[Any] | None] | None:
 def _split_anew(
     function: FunctionType, key: tuple[int, str], before: Unit | None
 ) -> tuple[bytes, list[Any] | None] | None:
+    from farcall.serialize.advice import advise
+
+    advise(function)
     if len(_units) >= _MOST_UNITS:
         _units.clear()
     times = 0 if before is None else before.times + 1
@@ -257,8 +260,8 @@ class _Walk:
                 bool(function.__defaults__),
                 bool(function.__kwdefaults__),
             )
-            loads, stores = _globals_of(function.__code__)
-            self.stores = self.stores or bool(stores)
+            loads, stores = globals_of(function.__code__)
+            self.stores = self.stores or bool(stores) or not _HIDES_GLOBALS.isdisjoint(loads)
             for name in loads:
                 role, what = self.role((number, _GLOBAL, name), function.__globals__.get(name, _ABSENT))
                 if role == _FIXED:
@@ -348,23 +351,24 @@ def _put(functions: list[FunctionType], place: Place, value: Any) -> None:
 
 
 @lru_cache(_MOST_UNITS)
-def _globals_of(code: CodeType) -> tuple[list[str], bool]:
-    """The globals that ``code`` names, functions inside included; and may it store to one?"""
+def globals_of(code: CodeType) -> tuple[list[str], frozenset[str]]:
+    """The globals that ``code`` names, functions inside included; and those that it stores to."""
     found: dict[str, None] = {}
-    stores = False
+    stores = set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in _NAMES_A_GLOBAL:
             found[instruction.argval] = None
-            stores = stores or instruction.opname != "LOAD_GLOBAL" or instruction.argval in _HIDES_GLOBALS
+            if instruction.opname != "LOAD_GLOBAL":
+                stores.add(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            inner, inner_stores = _globals_of(constant)
+            inner, inner_stores = globals_of(constant)
             found.update(dict.fromkeys(inner))
-            stores = stores or inner_stores
-    return list(found), stores
+            stores |= inner_stores
+    return list(found), frozenset(stores)
 
 
-def _is_by_value(code: Any) -> bool:
+def is_by_value(code: Any) -> bool:
     """Does cloudpickle write ``code``, a function or class, by value?"""
     return code.__module__ == "__main__" or goes_by_value(code)
 
@@ -373,7 +377,7 @@ def _is_fixed(place: Place, value: Any) -> bool:
     """Is ``value`` part of the unit: known everywhere by a name, or immutable and not worth sending each time?"""
     if isinstance(value, ModuleType | FunctionType | type):
         is_module = isinstance(value, ModuleType)
-        by_value = sys.modules.get(value.__name__) is not value if is_module else _is_by_value(value)
+        by_value = sys.modules.get(value.__name__) is not value if is_module else is_by_value(value)
         if by_value and not isinstance(value, FunctionType):
             raise _Whole
         return not by_value
