@@ -10,6 +10,8 @@ import torch
 
 from farcall.protocol.weights.fetching import Ask, Chunk
 from farcall.protocol.weights.messages import Claim, Key
+from farcall.serialize import restrict
+from farcall.serialize.allowance import Allowance
 from farcall.weights.fetching import Arriving, Fetch
 from farcall.weights.manifest import Content
 
@@ -86,3 +88,21 @@ def test_a_wrong_chunk_is_not_written(wrong: Any) -> None:
     made, _ = fetch({})
     made._on_chunk(Ask(Chunk(1, 0, 100), NEIGHBOUR), answered(wrong))
     assert not made._machine.has(Chunk(1, 0, 100))
+
+
+@pytest.mark.parametrize("with_a_table", [False, True])
+@pytest.mark.parametrize("route", [(0, [NEIGHBOUR, 7]), (NEIGHBOUR, [])], ids=["a member in between", "a neighbour"])
+def test_with_a_table_bytes_come_from_the_lender_alone(
+    with_a_table: bool, route: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member in between may change them and keep the checksums; a neighbour may be one only by its own account."""
+    made, _ = fetch({})
+    handled: list[Any] = []
+    monkeypatch.setattr(made, "_handle", handled.append)
+    restrict(Allowance([], [], "data", {"policy": "w0"}) if with_a_table else None)
+    try:
+        made._on_route(answered(route))
+    finally:
+        restrict(None)
+    [routed] = handled
+    assert list(routed.sources) == ([7] if with_a_table else [NEIGHBOUR, 7])
