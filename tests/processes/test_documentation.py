@@ -47,8 +47,6 @@ def test_blocks_that_are_not_run_are_few_and_known() -> None:
         "docs/gpu.md: Not run: needs a GPU",
         "docs/gpu.md: Not run: needs two GPUs",
         "docs/least_privilege.md: Not run: the module is yours",
-        "docs/security.md: Not run: the file is yours",
-        "docs/security.md: Not run: the files are yours",
         "docs/torchscript.md: Not run: it needs a C++ compiler",
         "docs/torchscript.md: Not run: the package is yours",
         "docs/weights.md: Not run: it needs NIXL",
