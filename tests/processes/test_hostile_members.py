@@ -17,6 +17,7 @@ from tests.kit.waiting import wait_until
 
 import farcall
 from farcall.errors import DuplicateName, HandshakeRefused, NotAllowed
+from farcall.ids import ForkId, RefId
 from farcall.observe.answering import EVENTS, METRICS, SNAPSHOT, TRACE_BEGIN
 from farcall.observe.observability import Observability
 from farcall.observe.observer import Observer
@@ -25,7 +26,9 @@ from farcall.protocol.hello import observer_key
 from farcall.protocol.membership.events import LinkGivenUp
 from farcall.protocol.membership.messages import Gossip, Obituary, Status, Update
 from farcall.protocol.observing import HIDDEN, Ask, Told
-from farcall.protocol.weights.messages import Claim, ClaimAnswered, NameClosed, VersionPushed
+from farcall.protocol.references.messages import Fork, Inquire, Register, Withdraw
+from farcall.protocol.weights.messages import BlockOffered, Claim, ClaimAnswered, NameClosed, VersionPushed
+from farcall.rpc.references import NodeReferences
 from farcall.runtime.node import Runtime
 from farcall.secret import Secret
 from farcall.serialize.allowance import Allowance
@@ -244,3 +247,36 @@ def test_without_that_secret_a_user_sees_its_own_worker(watched: list[farcall.No
         heard = observer.snapshots(LONG_S)
     assert [one.worker for one in heard.answers] == [observer.member]
     assert [one.gone for one in heard.silent] == [HIDDEN] * 2
+
+
+# --- places --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Register([Fork(RefId(1, 2), ForkId(3, 4), 5, 6, 7)]),
+        Inquire(1, [1, 2, 3]),
+        Withdraw([Fork(RefId(1, 2), ForkId(3, 4), 5, 6, 7)]),
+    ],
+)
+def test_with_data_alone_nothing_is_kept_of_references(tmp_path: Path, message: Any) -> None:
+    with dynamic_team(2, tmp_path) as (hostile, one):
+        references = runtime(one).part(NodeReferences)
+        before = references.snapshot()
+        runtime(hostile).peer("w1").control(message)
+        assert hostile.rpc_sync("w1", name_of_callee) == "it was called"
+        assert references.snapshot() == before
+        assert not references._machine._dead
+
+
+def test_blocks_that_are_offered_without_end_end_the_link(published: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farcall.weights.subscriptions.MOST_BLOCKS", 3)
+    hostile, _, reader, publication, subscription = published
+    peer = runtime(hostile).peer("w2")
+    for number in range(8):
+        peer.control(BlockOffered(number, 0))
+    wait_until(lambda: [worker.name for worker in reader.members()] == ["w1", "w2"])
+    assert not weights(reader).subscriptions._refused
+    newest = publication.push()
+    wait_until(lambda: subscription.version == newest)

@@ -209,3 +209,11 @@ def test_a_source_of_which_others_are_in_front_is_never_asked() -> None:
     # Members that share no memory with anybody are hosts of their own.
     assert routes.find(40, "").sources == [22, 30, 10, LENDER]
     assert routes.find(41, "").neighbour == 0
+
+
+def test_a_member_has_one_host_whatever_it_says() -> None:
+    routes = Routes(LENDER)
+    for host in range(100):
+        assert routes.find(7, f"host {host}").sources == [LENDER]
+    assert routes.find(8, "another").sources == [7, LENDER]
+    assert len(routes._leaders) == 2

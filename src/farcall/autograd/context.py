@@ -41,8 +41,10 @@ class Context:
     leaves, and ``released``, after which the context records nothing.
     """
 
-    def __init__(self, context_id: int, contexts: Contexts) -> None:
+    def __init__(self, context_id: int, contexts: Contexts, brought_by: int | None = None) -> None:
+        """``brought_by``: the worker whose message made it here; None: it was opened here."""
         self.id = context_id
+        self.brought_by = brought_by
         self.contexts = contexts
         self.released: bool = False
         self.lock: threading.RLock = RLock()

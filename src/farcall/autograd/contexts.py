@@ -12,7 +12,7 @@ Invariant: a context that was released here does not come back, whatever message
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import count
 
@@ -29,6 +29,8 @@ from farcall.runtime.observing.profiling import is_profiled
 from farcall.serialize.recording import RECORDING
 
 _RELEASED_KEPT = 4096
+MOST_BROUGHT = 1 << 16
+"""How many contexts that messages of one worker made may be here: it can make up as many ids as it likes."""
 _ID_BITS = 32  # ids of contexts and messages: the worker's origin, then a count of this many bits
 _RANK_SHIFT = 48
 _BACKWARD_NAME = "torch::distributed::autograd::backward"  # the name of a pass in profiles of its origin
@@ -52,6 +54,7 @@ class Contexts:
         first = self._first_id + first_number + 1  # id 0 means no context, or no message
         self._next_context_id = count(first).__next__
         self.next_message_id: Callable[[], int] = count(first).__next__
+        self._brought: Counter[int] = Counter()  # by worker: the contexts that its messages made
         self._gone: set[int] = set()
         self._gone_origins: set[int] = set()
         self._knows_replicas = False
@@ -98,8 +101,11 @@ class Contexts:
             )
         return context
 
-    def admit(self, context_id: int) -> Context | None:
-        """Return the context with that id; make it if necessary. None: it was released, or its opener is gone."""
+    def admit(self, context_id: int, worker_id: int) -> Context | None:
+        """Return the context with that id; make it if necessary. None: it was released, or its opener is gone.
+
+        ``worker_id``: whose message names it. Raises ``ValueError`` where that worker has brought too many.
+        """
         context = self._contexts.get(context_id)
         if context is None:
             if not self._knows_replicas:
@@ -107,7 +113,12 @@ class Contexts:
             with self._lock:
                 if context_id in self._released or context_id >> _ID_BITS in self._gone_origins:
                     return None
-                context = self._contexts.setdefault(context_id, Context(context_id, self))
+                context = self._contexts.get(context_id)
+                if context is None:
+                    if self._brought[worker_id] >= MOST_BROUGHT:
+                        raise ValueError(f"it has brought more than {MOST_BROUGHT} autograd contexts that never end")
+                    self._brought[worker_id] += 1
+                    context = self._contexts[context_id] = Context(context_id, self, worker_id)
         return context
 
     def is_valid(self, context_id: int) -> bool:
@@ -121,6 +132,8 @@ class Contexts:
         """Forget a context here and end its passes; return the other workers that exchanged messages of it."""
         with self._lock:
             context = self._contexts.pop(context_id, None)
+            if context is not None and context.brought_by is not None:
+                self._brought[context.brought_by] -= 1
             # Also an unknown id: the call that would make the context may still be queued here.
             self._released[context_id] = None
             if len(self._released) > _RELEASED_KEPT:
@@ -183,7 +196,7 @@ class Contexts:
                     except RpcError:
                         pass  # the origin is gone, and its pass with it
                 else:  # the call that will bring the context here has not arrived yet
-                    context = self.admit(context_id)
+                    context = self.admit(context_id, from_worker)
             if context is not None:
                 local = context.passes.get(message.pass_id)
                 if local is None:

@@ -155,12 +155,13 @@ class Recorder:
 
     # --- what arrives -------------------------------------------------------------------------------------
 
-    def find_context(self, frame: Frame, notes: Notes) -> None:
+    def find_context(self, peer: Peer, frame: Frame, notes: Notes) -> None:
         """Give ``frame`` the context that its notes name."""
-        contexts = self.contexts
+        contexts, context_id = self.contexts, notes.context_id
+        recording = contexts.find(context_id)
         # An answer must not make a context: if the caller's is not here, it has been released.
-        find = contexts.admit if frame.kind == REQUEST else contexts.find
-        recording = find(notes.context_id)
+        if recording is None and frame.kind == REQUEST:
+            recording = contexts.admit(context_id, peer.number)
         if recording is not None:
             frame.recording, frame.message_id = recording, notes.message_id
 

@@ -18,7 +18,7 @@
 #error "the numbers of a frame are written as little-endian machines keep them"
 #endif
 
-enum { INTERFACE = 2, VERSION = 2, REQUEST = 1, LETTER = 5 };
+enum { INTERFACE = 2, VERSION = 2, REQUEST = 1, LETTER = 5, MAX_FUNCTION_BYTES = 4096 };
 
 typedef struct {
     char magic[2];
@@ -189,7 +189,7 @@ static Py_ssize_t take_frames(PyObject *make_frame, PyObject *make_ticket, const
     while (left >= sizeof header) {
         memcpy(&header, at, sizeof header);
         if (header.magic[0] != 'f' || header.magic[1] != 'c' || header.version != VERSION || header.kind < REQUEST ||
-            header.kind > LETTER || header.number != number)
+            header.kind > LETTER || header.number != number || header.function_bytes > MAX_FUNCTION_BYTES)
             break;
         /* None of these sums can overflow: the lengths but one have 32 bits, and that one is compared by itself. */
         uint64_t table_bytes = (uint64_t)header.buffer_count * sizeof(Entry);

@@ -22,6 +22,7 @@ from farcall.protocol.frames import (
     LARGE_BYTES,
     LETTER,
     MAGIC,
+    MAX_FUNCTION_BYTES,
     MAX_SLOTS,
     NUMBER_MASK,
     REQUEST,
@@ -36,7 +37,6 @@ BETWEEN_CHUNKS_BYTES = 4 * 1024
 """The size of reads that expect a chunk's header: the bytes behind it should go to their message without a copy."""
 STEP_BYTES = 1 << 20
 """Memory for a larger payload grows as its bytes arrive: a mere announcement costs no more than this."""
-MAX_FUNCTION_BYTES = 64 * 1024
 MAX_NOTES_BYTES = 16 * 1024 * 1024
 MAX_BUFFERS = 16 * 1024 * 1024
 MAX_PART_BYTES = 1 << 46
@@ -167,6 +167,8 @@ class FrameDecoder:
                     f"the peer sent {bytes(staging[start : start + 8])!r}, which is not the start of a frame"
                 )
             self._check(number)
+            if function_len > MAX_FUNCTION_BYTES:
+                raise FrameError(f"the peer sent a function's name of {function_len} bytes")
             after_table = start + 40 + 24 * buffer_count
             if after_table <= self._end:
                 # The fast path: most frames have arrived whole, and need no `_PartialFrame`. (`take_whole` has taken
@@ -201,7 +203,7 @@ class FrameDecoder:
                     continue
                 if not buffer_count and payload_len < LARGE_BYTES and end - start <= len(staging) // 2:
                     break  # the rest fits into the staging as well, and comes with the next read
-            if function_len > MAX_FUNCTION_BYTES or notes_len > MAX_NOTES_BYTES or buffer_count > MAX_BUFFERS:
+            if notes_len > MAX_NOTES_BYTES or buffer_count > MAX_BUFFERS:
                 raise FrameError("the peer sent a frame whose parts are larger than any real one")
             if payload_len > MAX_PART_BYTES:
                 raise FrameError(f"the peer announced a payload of {payload_len} bytes")

@@ -9,7 +9,7 @@ No socket, thread, clock or torch. All integers are little-endian.
     4       4     flags (see notes.py; 0 for most; of a control frame: 1 if a descriptor rides along)
     8       8     call id (0 for control; of a letter, the number of its subject)
     16      8     payload length
-    24      4     function length (requests only)
+    24      4     function length (requests only), at most 4096
     28      4     notes length (what rides along, see notes.py)
     32      4     number of buffers
     36      4     number: how many frames came before over this link, the low 32 bits
@@ -53,6 +53,8 @@ NUMBER = Struct("<I")
 NUMBER_AT = 36
 NUMBER_MASK = (1 << 32) - 1
 
+MAX_FUNCTION_BYTES = 4096
+"""A function's name: receivers keep some of those that senders choose. `_frames.c` has the number, too."""
 LARGE_BYTES = 64 * 1024
 """Pieces of at least this size are sent and received without being joined to others."""
 

@@ -39,15 +39,18 @@ Group = tuple[tuple[str, int], ...]
 GRACE_S = 5.0
 """How much longer a member waits than the leader: the leader's error names the missing members, a timeout does not."""
 KEPT_FAILURES = 64
+MOST_BEGUN = 1024
+"""How many gathers that one member has begun may be under way at a leader: it names them as it likes."""
 
 
 class _Gather:
     """One gather, at its leader."""
 
-    __slots__ = ("contributions", "deadline", "future", "group")
+    __slots__ = ("begun_by", "contributions", "deadline", "future", "group")
 
-    def __init__(self, group: Group, deadline: float) -> None:
+    def __init__(self, group: Group, begun_by: str, deadline: float) -> None:
         self.group = group
+        self.begun_by = begun_by
         self.deadline = deadline
         self.contributions: dict[str, Any] = {}
         self.future: torch.futures.Future[dict[str, Any]] = torch.futures.Future()
@@ -91,7 +94,9 @@ class _Gathers:
                 raise copied(failure)  # else the kept error would hold the stack frames, and values, of late members
             gather = self._led.get((group, number))
             if gather is None:
-                gather = self._led[group, number] = _Gather(group, deadline)
+                if sum(one.begun_by == name for one in self._led.values()) >= MOST_BEGUN:
+                    raise RpcError(f"{name} has begun {MOST_BEGUN} gathers, and others report to none of them")
+                gather = self._led[group, number] = _Gather(group, name, deadline)
             if name in gather.contributions:
                 raise RpcError(f"{name} reported to the same gather twice")
             gather.contributions[name] = value

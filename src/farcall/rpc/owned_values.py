@@ -29,6 +29,7 @@ from farcall.autograd.scope import backward as backward_in_context
 from farcall.errors import Cancelled, ReferenceLost, RpcError, RpcTimeout
 from farcall.ids import RefId, WorkerInfo
 from farcall.protocol.frames import FAILURE, RESPONSE, Frame
+from farcall.protocol.references.owner import MOST_AWAITED
 from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.results import Later, MarkedResult, StoredFailure, is_async_execution
@@ -168,6 +169,7 @@ class OwnedValues:
 
     def __init__(self, here: WorkerInfo) -> None:
         self._here = here
+        self._asked: dict[int, set[int]] = {}  # by creator: references that members ask for before its calls came
         self._last_created: dict[int, int] = {}  # by creator: the newest reference whose creating call is accounted for
         self.places: dict[RefId, Owned] = {}
 
@@ -182,6 +184,15 @@ class OwnedValues:
         """The call that creates ``ref`` has come, or will never come."""
         if ref.local_id > self._last_created.get(ref.created_on, -1):
             self._last_created[ref.created_on] = ref.local_id
+        if self._asked and ref.created_on in self._asked:
+            self._asked[ref.created_on].discard(ref.local_id)
+
+    def await_creation(self, ref: RefId) -> None:
+        """Somebody asks for ``ref``, whose creating call has not come; raises where too many do."""
+        asked = self._asked.setdefault(ref.created_on, set())
+        if len(asked) >= MOST_AWAITED:
+            raise ReferenceLost(f"more than {MOST_AWAITED} values are asked for here that nobody has created")
+        asked.add(ref.local_id)
 
     def may_come(self, ref: RefId) -> bool:
         """May the call that creates ``ref`` still come? It is newer than every call accounted for from its creator."""
@@ -205,6 +216,7 @@ class OwnedValues:
     def abandon(self, creator: int, is_listed: Callable[[RefId], bool]) -> list[Owned]:
         """``creator`` died: remove and fail values whose creating call never came. Listed values are being made."""
         abandoned = []
+        self._asked.pop(creator, None)
         for ref, owned in self.places.copy().items():
             if not owned.ready and ref.created_on == creator and not is_listed(ref):
                 abandoned.append(self.places.pop(ref))

@@ -338,6 +338,8 @@ class NodeReferences:
                         f"{self.node.info.name} has no value {ref.created_on}:{ref.local_id}: its last "
                         "reference was dropped, or a shutdown dropped all"
                     )
+                if may_come:
+                    self._values.await_creation(ref)
                 owned = self._values.place(ref)
         return owned
 
@@ -398,6 +400,7 @@ class NodeReferences:
         self._timer.at(monotonic() + RETRY_S)
 
     def _on_control(self, peer: RemotePeer, message: protocol.Message) -> None:
+        refuse_references()
         self._tell(protocol.Received(peer.number, message))
         if self.shutdown.checks_leaks:
             self.node.something_ended()

@@ -30,6 +30,7 @@ import torch
 
 from farcall.errors import FunctionNotFound, SerializationError
 from farcall.imports import current_frames
+from farcall.protocol.frames import MAX_FUNCTION_BYTES
 from farcall.serialize import code, policy
 from farcall.serialize.allowance import INSTALLED, loads
 from farcall.serialize.rebuild import find_operator, find_script_function
@@ -57,7 +58,8 @@ def encode_function(function: Any) -> bytes | None:
         if found is function:
             return known[4]
         del _written[id(function)]
-    return _encode_function(function)
+    written = _encode_function(function)
+    return None if written is None or len(written) > MAX_FUNCTION_BYTES else written
 
 
 def decode_function(data: bytes | memoryview) -> Any:
@@ -135,6 +137,8 @@ def _encode_class_method(method: MethodType) -> bytes | None:
 
 def _remember(function: Any, module_name: str, name: str) -> bytes:
     written = _path(module_name, name)
+    if len(written) > MAX_FUNCTION_BYTES:
+        return written
     if len(_written) >= _MOST_CACHED:
         _written.clear()
     first, *further = name.split(".")

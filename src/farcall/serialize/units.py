@@ -40,6 +40,7 @@ from weakref import WeakValueDictionary
 import msgspec
 import torch
 
+from farcall.protocol.frames import MAX_FUNCTION_BYTES
 from farcall.serialize import policy
 from farcall.serialize.allowance import INSTALLED
 from farcall.serialize.code import goes_by_value, load_code
@@ -100,7 +101,7 @@ class Unit:
         """Are functions made for each call? Else the unit is one function."""
         self.times: int = times
         name = f"{root.__module__}\0{root.__qualname__}".encode()
-        self.segment: bytes = BY_VALUE + hashlib.sha256(content).digest() + name
+        self.segment: bytes = (BY_VALUE + hashlib.sha256(content).digest() + name)[:MAX_FUNCTION_BYTES]
         """The function segment of a call."""
 
     def gather(self, root: FunctionType) -> list[Any] | None:

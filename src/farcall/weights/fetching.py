@@ -145,7 +145,7 @@ class Fetch:
     def _ask_route(self) -> None:
         arriving = self.arriving
         me = self._fetcher.node.membership.me
-        args = (arriving.name, plain_key(arriving.key), me.incarnation, me.host_token, list(self._avoided))
+        args = (arriving.name, plain_key(arriving.key), me.host_token, list(self._avoided))
         future = self._call(arriving.lender, find_route, args)
         if future is None:
             self._handle(Routed(()))

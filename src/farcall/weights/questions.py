@@ -50,9 +50,10 @@ def _asker() -> Peer:
     return current_runtime().peer(scope.served.caller)
 
 
-def find_route(name: str, key: PlainKey, member: int, host: str, avoided: Sequence[int]) -> tuple[int, list[int]]:
-    """At the lender of a version: the route by which ``member`` gets it."""
+def find_route(name: str, key: PlainKey, host: str, avoided: Sequence[int]) -> tuple[int, list[int]]:
+    """At the lender of a version: the route by which the caller gets it."""
     epoch, publisher, number = key
+    member = _asker().incarnation
     route = _fetcher().route(name, Key(Claim(epoch, publisher), number), member, host, avoided)
     return route.neighbour, route.sources
 

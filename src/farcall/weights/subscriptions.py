@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger("farcall")
 
+MOST_BLOCKS = 4096
+"""How many blocks of one member are mapped, or known not to be."""
 ANSWER_AFTER_S = 0.001
 """How long the answer to the lender is delayed when a version becomes ready, so that the program runs first."""
 
@@ -329,6 +332,10 @@ class Subscriptions:
     def _on_offered(self, peer: RemotePeer, message: BlockOffered) -> None:
         """Map an offered block. On the thread that reads the link: the next descriptor belongs to this very frame."""
         descriptor = peer.link.incoming.take_descriptor() if message.size_bytes else None
+        if sum(owner == peer.incarnation for owner, _ in (*self.borrowed, *self._refused)) >= MOST_BLOCKS:
+            if descriptor is not None:
+                os.close(descriptor)
+            raise ValueError(f"it offers more than {MOST_BLOCKS} blocks of weights")
         block = (peer.incarnation, message.block_id)
         event: subscriber.Event = subscriber.Mapped(block)
         try:

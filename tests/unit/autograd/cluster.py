@@ -66,7 +66,7 @@ class Network:
 
     def context(self, context_id: int, worker_id: int) -> Context:
         """A context that was not released, at that worker, made if need be."""
-        context = self.workers[worker_id].admit(context_id)
+        context = self.workers[worker_id].admit(context_id, 0)
         assert context is not None
         return context
 

@@ -399,14 +399,14 @@ def test_a_new_worker_with_the_origin_of_a_dead_one_has_contexts_of_its_own() ->
     ours = network.workers[0]
     dead = network.workers[1].new_context()
     network.workers[1].release(dead.id)
-    ours.admit(dead.id)
+    ours.admit(dead.id, 0)
     network.kill(1)
-    assert ours.admit(dead.id) is None
+    assert ours.admit(dead.id, 0) is None
     new = Contexts(network.workers[1].port, first_number=1000)
     ours.worker_joined(1 << 16)
     context = new.new_context()
-    assert ours.admit(context.id) is not None
-    assert ours.admit(dead.id) is None
+    assert ours.admit(context.id, 0) is not None
+    assert ours.admit(dead.id, 0) is None
     new.release(context.id)
 
 
@@ -511,3 +511,17 @@ def test_a_checkpoint_that_returns_its_input(network: Network, context: Context)
     one, two = checkpoint(inside, first * 1, use_reentrant=True)
     network.workers[0].backward(context.id, [(one + two * 3).sum()])
     torch.testing.assert_close(gradients(network, context)[first], first.detach().cos() + 3)
+
+
+def test_one_worker_brings_so_many_contexts_and_no_more(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farcall.autograd.contexts.MOST_BROUGHT", 2)
+    here = network.workers[1]
+    assert here.admit(1, 0) is here.admit(1, 0)
+    here.admit(2, 0)
+    with pytest.raises(ValueError, match="autograd contexts that never end"):
+        here.admit(3, 0)
+    assert here.admit(2, 0) is not None
+    assert here.admit(3, 2) is not None
+    here.release(1)
+    assert here.admit(4, 0) is not None
+    assert here.new_context().brought_by is None

@@ -53,7 +53,7 @@ def test_what_a_dead_worker_opened_is_released() -> None:
     context_id, _ = chain(network, [0, 1, 2])
     network.kill(0)
     assert knowing(network, context_id) == [0]
-    assert network.workers[1].admit(context_id) is None
+    assert network.workers[1].admit(context_id, 0) is None
 
 
 def test_a_released_context_does_not_come_back() -> None:
@@ -63,11 +63,11 @@ def test_a_released_context_does_not_come_back() -> None:
     context = here.retrieve(context_id)
     # The release overtakes a call that names the context for the first time.
     there.release(context_id)
-    assert there.admit(context_id) is None
+    assert there.admit(context_id, 0) is None
     here.release_everywhere(context_id)
     assert not context.record_send(Peer(1), [value])
     assert not context.sends
-    assert here.admit(context_id) is None
+    assert here.admit(context_id, 0) is None
 
 
 def test_a_message_that_was_not_sent_is_not_waited_for() -> None:

@@ -110,7 +110,7 @@ def test_modules_built_after_are_noted_at_once() -> None:
     built = Derived(torch.nn.Linear(3, 1))
     assert built in replicas.REPLICAS
     replicas.REPLICAS.clear()  # as if no hook had seen it: a copy, say
-    network.workers[0].admit(1)  # the first context
+    network.workers[0].admit(1, 0)  # the first context
     assert built in replicas.REPLICAS
 
 

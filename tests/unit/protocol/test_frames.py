@@ -10,7 +10,6 @@ from farcall.protocol import frame_decoder
 from farcall.protocol.frame_decoder import (
     FIRST_STAGING_BYTES,
     MAX_BUFFERS,
-    MAX_FUNCTION_BYTES,
     MAX_NOTES_BYTES,
     MAX_PART_BYTES,
     STAGING_BYTES,
@@ -25,6 +24,7 @@ from farcall.protocol.frames import (
     HEADER,
     LARGE_BYTES,
     MAGIC,
+    MAX_FUNCTION_BYTES,
     REQUEST,
     RESPONSE,
     VERSION,
@@ -176,3 +176,15 @@ def test_a_length_beyond_all_memory_is_refused() -> None:
 
     with pytest.raises(FrameError, match="no memory"):
         feed(FrameDecoder(refuse), header(buffers=1) + BUFFER_ENTRY.pack(MAX_PART_BYTES, 0, 0))
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_name_of_a_function_is_short(excess: int) -> None:
+    """Also one that has come whole, with all behind it: each receiver keeps thousands of names."""
+    data = encode_small(REQUEST, 0, 1, b"f" * (MAX_FUNCTION_BYTES + excess), b"", b"payload")
+    if excess:
+        with pytest.raises(FrameError, match="name"):
+            feed(FrameDecoder(), data)
+    else:
+        (frame,) = feed(FrameDecoder(), data)
+        assert len(frame.function) == MAX_FUNCTION_BYTES

@@ -546,3 +546,17 @@ def test_a_value_that_cannot_be_looked_into_fails_its_creation_and_hangs_nobody(
     assert answered == [request]
     with pytest.raises(RecursionError):
         owned.get()
+
+
+def test_so_many_values_are_asked_for_before_they_are_created(
+    references: NodeReferences, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farcall.rpc.owned_values.MOST_AWAITED", 2)
+    first, second, third = (RefId(OTHER.id, number) for number in range(1, 4))
+    assert references.find(first) is references.find(first)
+    references.find(second)
+    with pytest.raises(ReferenceLost, match="nobody has created"):
+        references.find(third)
+    references.find(RefId(OWNER.id, 1))
+    references._values.note_creation(first)
+    assert references.find(third) is not None

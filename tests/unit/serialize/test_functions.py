@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from tests.kit.values import encode
 
 from farcall.errors import FunctionNotFound, SerializationError
+from farcall.protocol.frames import MAX_FUNCTION_BYTES
 from farcall.serialize import TablePickler, decode_function, encode_function, use_rpc_pickler
 from farcall.serialize.code import MAIN
 from farcall.serialize.functions import forget_names
@@ -229,3 +230,16 @@ def plain_script(x: torch.Tensor) -> torch.Tensor:
 def test_garbage(data):
     with pytest.raises(SerializationError):
         decode_function(data)
+
+
+def test_a_function_whose_name_is_too_long_for_a_name_travels_with_the_arguments(monkeypatch):
+    def long():
+        pass
+
+    long.__name__ = long.__qualname__ = "f" * MAX_FUNCTION_BYTES
+    monkeypatch.setattr(sys.modules[__name__], long.__name__, long, raising=False)
+    for _ in range(2):
+        assert encode_function(long) is None
+    long.__name__ = long.__qualname__ = "f" * (MAX_FUNCTION_BYTES - 2 - len(__name__))
+    monkeypatch.setattr(sys.modules[__name__], long.__name__, long, raising=False)
+    assert len(encode_function(long)) == MAX_FUNCTION_BYTES

@@ -255,7 +255,7 @@ class References:
         # A fork for a dead member never arrives, so nothing is kept for it.
         if to in self._live or to == self.me:
             if owned:
-                self._owner.list_fork(child)
+                self._owner.list_fork(child, self.me)
             else:
                 self._user.add_child(held, child)
         return child
@@ -275,7 +275,7 @@ class References:
         if fork.owner != self.me:
             self._user.hold_received(fork, sender)
         elif sender != self.me:
-            self._owner.list_fork(fork)
+            self._owner.list_fork(fork, sender)
             self._outbox.put(Accept, sender, fork.fork_id)
         return True
 

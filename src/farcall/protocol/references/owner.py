@@ -44,10 +44,19 @@ if TYPE_CHECKING:
     from farcall.protocol.references.machine import Outbox
 
 
+MOST_AWAITED = 1 << 16
+"""How many values one member may have listed that are not created: it can make up the names of as many as it likes."""
+_NOBODY = -1
+
+
 class _Owned(msgspec.Struct, gc=False):
-    """The listing of one value: which fork is held by which member. Mutable: both fields."""
+    """The listing of one value: which fork is held by which member. Mutable: all fields.
+
+    ``listed_by``: the member whose message listed it before it was created, if none has created it yet.
+    """
 
     created: bool
+    listed_by: int = _NOBODY
     holders: dict[ForkId, int] = msgspec.field(default_factory=dict)
 
 
@@ -59,6 +68,7 @@ class OwnerSide:
 
     __slots__ = (
         "_asked_about",
+        "_awaited",
         "_dead",
         "_live",
         "_me",
@@ -75,6 +85,7 @@ class OwnerSide:
         self._dead = dead
         self._outbox = outbox
         self._owned: dict[RefId, _Owned] = {}
+        self._awaited: Counter[int] = Counter()  # by member: how many it listed that are not created
         self._settled: set[int] = set()  # dead members whose forks can have no unlisted descendants any more
         self._round = 0
         self._asked_about: list[int] = []  # the dead members of the current round; empty between rounds
@@ -87,6 +98,7 @@ class OwnerSide:
         owned = self._owned.get(fork.ref)
         if owned is None:
             owned = self._owned[fork.ref] = _Owned(created=True)
+        self._count_as_made(owned)
         owned.created = True
         owned.holders[fork.fork_id] = fork.holder
 
@@ -95,11 +107,22 @@ class OwnerSide:
         self.list_created(fork)
         self._outbox.effects.append(NeverCreated(fork.ref))
 
-    def list_fork(self, fork: Fork) -> None:
-        """List a fork that ``fork.holder`` holds or will receive; the creation itself may still be in transit."""
+    def _count_as_made(self, owned: _Owned) -> None:
+        if owned.listed_by != _NOBODY:
+            self._awaited[owned.listed_by] -= 1
+            owned.listed_by = _NOBODY
+
+    def list_fork(self, fork: Fork, sender: int) -> None:
+        """List a fork that ``fork.holder`` holds or will receive; the creation itself may still be in transit.
+
+        ``sender``: the member that says so. Raises ``ValueError`` where it has listed too many that nobody created.
+        """
         owned = self._owned.get(fork.ref)
         if owned is None:
-            owned = self._owned[fork.ref] = _Owned(created=False)
+            if self._awaited[sender] >= MOST_AWAITED:
+                raise ValueError(f"it refers to more than {MOST_AWAITED} values that nobody has created")
+            self._awaited[sender] += 1
+            owned = self._owned[fork.ref] = _Owned(created=False, listed_by=sender)
             creator = fork.ref.created_on
             # This member lists its own creations before anyone can hear of them: so the value was freed, and `fork`
             # is a late duplicate that its holder will release again. A dead creator's request is refused by now.
@@ -126,6 +149,7 @@ class OwnerSide:
 
     def _forget(self, ref: RefId, owned: _Owned) -> None:
         del self._owned[ref]
+        self._count_as_made(owned)
         if owned.created:
             self._outbox.effects.append(FreeValue(ref))
 
@@ -136,7 +160,7 @@ class OwnerSide:
         for fork in forks:
             # A settled member's forks have no unlisted descendants, so they protect nothing and are not listed.
             if fork.holder not in self._settled:
-                self.list_fork(fork)
+                self.list_fork(fork, sender)
                 ask |= fork.holder in self._dead and fork.holder not in self._asked_about
             self._outbox.put(Confirm, sender, (fork.ref, fork.fork_id))
         if ask:

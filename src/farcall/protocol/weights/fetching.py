@@ -60,6 +60,8 @@ class Routes:
         """The route of ``member``, which failed to get the version from ``avoided``."""
         avoided = set(avoided)
         host = host or f"member {member}"  # a member that shares no memory is a host of its own
+        for led in [led for led, leader in self._leaders.items() if leader == member and led != host]:
+            del self._leaders[led]  # a member has one host, whatever it says
         leader = self._leaders.setdefault(host, member)
         if leader != member and leader not in avoided:
             return Route(leader, [])

@@ -201,7 +201,7 @@ class Dispatcher:
         if (notes.created is not None or notes.forks) and not self._server.references.take_forks(peer, frame, notes):
             return False
         if notes.context_id:
-            self._hooks.find_recording(frame, notes)
+            self._hooks.find_recording(peer, frame, notes)
         frame.profile = notes.profile
         return True
 

@@ -39,7 +39,7 @@ class Hooks(msgspec.Struct):
     """The handler of each kind of control message; see `on_control`."""
     in_order: set[type[Any]] = set()
     """Kinds whose handlers run on the thread that reads the link."""
-    find_recording: Callable[[Frame, Notes], None] = lambda frame, notes: None
+    find_recording: Callable[[Peer, Frame, Notes], None] = lambda peer, frame, notes: None
     """Gives a frame its distributed autograd context, on the thread that reads the link."""
 
     def on_control(self, kind: type[Any], handle: Callable[[RemotePeer, Any], None], *, in_order: bool = False) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from tests.kit.reference_machines import BEN, OWNER, Trio, only
+from tests.kit.reference_machines import ANNA, BEN, CARL, OWNER, Trio, only
 
+from farcall.ids import ForkId, RefId
 from farcall.protocol.references.messages import (
     Accept,
     Answer,
     Confirm,
     Counts,
+    Fork,
     FreeValue,
     Inquire,
     Message,
@@ -63,3 +65,24 @@ def test_messages_survive_their_encoding(trio: Trio) -> None:
         Answer(1, [fork]),
     ]:
         assert decoder.decode(msgspec.msgpack.encode(message)) == message
+
+
+def test_one_member_refers_to_so_many_values_that_nobody_created(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farcall.protocol.references.owner.MOST_AWAITED", 2)
+    trio = Trio()
+
+    def register(sender: int, number: int) -> None:
+        fork = Fork(RefId(CARL, number), ForkId(sender, number), OWNER, sender, number)
+        trio.owner.hear(sender, Register([fork]), 0.0)
+
+    for number in (1, 2, 2):
+        register(ANNA, number)
+    with pytest.raises(ValueError, match="values that nobody has created"):
+        register(ANNA, 3)
+    register(BEN, 3)
+    trio.owner.hear(ANNA, Release([(RefId(CARL, 1), ForkId(ANNA, 1))]), 0.0)
+    register(ANNA, 4)  # one was given back
+    assert trio.owner.own(Fork(RefId(CARL, 2), ForkId(CARL, 2), OWNER, CARL, 1))
+    register(ANNA, 5)  # one was created
+    with pytest.raises(ValueError, match="values that nobody has created"):
+        register(ANNA, 6)
