@@ -113,9 +113,16 @@ class TlsTransport(Transport):
         with self._lock:
             if not self._require():
                 return 0 if self._is_ended else None
-            filled = 0
-            self.buffered = False
+            filled, has_more, self.buffered = 0, self.buffered, False
             while filled < len(view):
+                # Asked first: that a read would come in vain costs ``ssl`` more time than to decrypt a small record.
+                if not (has_more or self._pump.has_plain_text):
+                    if filled:
+                        return filled
+                    came = self._fetch(len(view))
+                    if not came:
+                        return came
+                has_more = False
                 try:
                     count = self._pump.read_into(view[filled:])
                 except TransportError:
@@ -123,16 +130,9 @@ class TlsTransport(Transport):
                         raise
                     self.buffered = True  # deliver the bytes before the error first
                     return filled
-                if count is None:
-                    if filled:
-                        return filled
-                    came = self._fetch(len(view))
-                    if not came:
-                        return came
-                elif count == 0:
+                if count == 0:
                     return filled
-                else:
-                    filled += count
+                filled += count or 0
             self.buffered = self._pump.has_plain_text
             return filled
 
