@@ -23,6 +23,7 @@ from farcall.runtime.calls.serving import Request
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime, current_runtime
 from farcall.serialize import RECORDING
+from farcall.serialize.code import MADE, Made
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -60,48 +61,53 @@ def batched(*, max_size: int = 64, within_s: float = 0.002, again_alone: bool = 
         raise ValueError(f"within_s must be a number of seconds, at least 0, not {within_s!r}")
 
     def decorate(func: Callable[..., Any]) -> Callable[..., Any]:
-        parameters = len(inspect.signature(func).parameters)
-        if parameters not in (1, 2):
-            raise TypeError(f"{func.__qualname__}() takes {parameters} parameters: a batched function takes one list")
-        if again_alone and inspect.iscoroutinefunction(func):
-            raise TypeError(f"{func.__qualname__}() is an async def: leave out again_alone")
-        rules = Rules(func, max_size, within_s, again_alone)
-
-        @functools.wraps(func)
-        def call(*args: Any) -> Any:
-            if len(args) != parameters:
-                raise TypeError(f"{func.__qualname__}() is batched and takes one argument, not {len(args)}")
-            owner, argument = (None, args[0]) if parameters == 1 else args
-            if rules.is_async and running_loop() is not None:
-                raise RpcError(
-                    f"{func.__qualname__}() is a batched async def, called on an event loop, which it would block: "
-                    f"await farcall.worker(name).start({func.__qualname__}, ...), with the name of this worker"
-                )
-            try:
-                node = current_runtime()
-            except NotInitialized:
-                return rules.run_alone(owner, argument)  # no node, no other callers: a plain program, or a test
-            queue = node.part(Batches).queue(rules, owner)
-            scope = CURRENT.get()
-            served = scope if scope is None or isinstance(scope, Request) else _request_of(scope)
-            for_caller = served is not None and sys._getframe(1).f_globals.get("__name__", "").startswith("farcall.")
-            if served is not None and not for_caller and queue.turns is not None and served.frame.turns is queue.turns:
-                # Another method of the same serial object calls. It has the turn, so a batch would wait for ever.
-                return rules.run_alone(owner, argument)
-            if RECORDING.get() is not None:
-                raise RpcError(
-                    f"{func.__qualname__}() is batched, and carries no gradients: call it outside of a distributed "
-                    "autograd context"
-                )
-            if for_caller:  # farcall calls on behalf of a remote caller: the batch answers it, no thread waits
-                return Entrusted(functools.partial(queue.put, owner, argument))
-            here = CallHere()
-            queue.put(owner, argument, here, served)
-            return here.wait(node)
-
-        return call
+        return _batched(func, max_size, within_s, again_alone)
 
     return decorate
+
+
+def _batched(func: Callable[..., Any], max_size: int, within_s: float, again_alone: bool) -> Callable[..., Any]:
+    parameters = len(inspect.signature(func).parameters)
+    if parameters not in (1, 2):
+        raise TypeError(f"{func.__qualname__}() takes {parameters} parameters: a batched function takes one list")
+    if again_alone and inspect.iscoroutinefunction(func):
+        raise TypeError(f"{func.__qualname__}() is an async def: leave out again_alone")
+    rules = Rules(func, max_size, within_s, again_alone)
+
+    @functools.wraps(func)
+    def call(*args: Any) -> Any:
+        if len(args) != parameters:
+            raise TypeError(f"{func.__qualname__}() is batched and takes one argument, not {len(args)}")
+        owner, argument = (None, args[0]) if parameters == 1 else args
+        if rules.is_async and running_loop() is not None:
+            raise RpcError(
+                f"{func.__qualname__}() is a batched async def, called on an event loop, which it would block: "
+                f"await farcall.worker(name).start({func.__qualname__}, ...), with the name of this worker"
+            )
+        try:
+            node = current_runtime()
+        except NotInitialized:
+            return rules.run_alone(owner, argument)  # no node, no other callers: a plain program, or a test
+        queue = node.part(Batches).queue(rules, owner)
+        scope = CURRENT.get()
+        served = scope if scope is None or isinstance(scope, Request) else _request_of(scope)
+        for_caller = served is not None and sys._getframe(1).f_globals.get("__name__", "").startswith("farcall.")
+        if served is not None and not for_caller and queue.turns is not None and served.frame.turns is queue.turns:
+            # Another method of the same serial object calls. It has the turn, so a batch would wait for ever.
+            return rules.run_alone(owner, argument)
+        if RECORDING.get() is not None:
+            raise RpcError(
+                f"{func.__qualname__}() is batched, and carries no gradients: call it outside of a distributed "
+                "autograd context"
+            )
+        if for_caller:  # farcall calls on behalf of a remote caller: the batch answers it, no thread waits
+            return Entrusted(functools.partial(queue.put, owner, argument))
+        here = CallHere()
+        queue.put(owner, argument, here, served)
+        return here.wait(node)
+
+    setattr(call, MADE, Made(call, _batched, (func, max_size, within_s, again_alone), rules))
+    return call
 
 
 def _request_of(scope: Scope) -> Request | None:

@@ -25,14 +25,35 @@ import platform
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 from farcall.errors import FunctionNotFound, NotPicklable, RpcError, SerializationError
 from farcall.serialize.context import Encoding
 from farcall.serialize.policy import REDUCERS, Reducer
 
+MADE = "__farcall_made__"
+"""The attribute of a function that farcall made of one of the program's."""
 HINT = "define it at module level, or install cloudpickle on all workers: pip install 'farcall[notebook]'"
 _missing = object()
+
+
+class Made(NamedTuple):
+    """How farcall made a function, ``maker(*arguments)``: it travels so, not with the code and globals of farcall's.
+
+    ``arguments[0]`` is the program's function; ``keeper.func`` is, too, and may be replaced.
+    """
+
+    function: Any
+    maker: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    keeper: Any
+
+
+def made(function: Any) -> Made | None:
+    """How farcall made ``function``, if it did. (Decorators copy attributes to functions of their own.)"""
+    found = function.__dict__.get(MADE)
+    return found if found is not None and found.function is function else None
 
 
 class Main:
@@ -105,6 +126,8 @@ def _dump(code: Any, reduce: Callable[[Reducer, Any], Any]) -> bytes:
 
     class CodePickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         def reducer_override(self, value: Any) -> Any:
+            if value.__class__ is FunctionType and (how := made(value)) is not None:
+                return how.maker, how.arguments
             reducer = REDUCERS.get(type(value))
             return super().reducer_override(value) if reducer is None else reduce(reducer, value)
 

@@ -14,6 +14,9 @@ did, the function is taken apart again, which makes another unit if its code has
 values is one function, the same at each call. Of any other, `LoadedUnit.make` makes new functions for each call, whose
 globals nobody else has, as if they had been unpickled; so does a function that stores to a global.
 
+A function that farcall made of one of the program's (`Made`) travels as that one, and is made again at the callee, once
+for each unit: what it batches are the arguments of all calls, with the values of the latest.
+
 Functions that name a class by value, or a value that could hold code by value, travel whole with each call (`code.py`),
 since only one pickle keeps the identities of such parts.
 
@@ -34,7 +37,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType, NoneType
-from typing import Any, Final
+from typing import Any, Final, cast
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -43,7 +46,7 @@ import torch
 from farcall.protocol.frames import MAX_FUNCTION_BYTES
 from farcall.serialize import policy
 from farcall.serialize.allowance import INSTALLED
-from farcall.serialize.code import goes_by_value, load_code
+from farcall.serialize.code import Made, goes_by_value, load_code, made
 from farcall.serialize.functions import BY_VALUE, DIGEST_BYTES
 
 _GLOBAL, _CELL, _ATTRIBUTE, _DEFAULTS, _KEYWORD_DEFAULTS = range(5)
@@ -168,7 +171,9 @@ def _contents(function: FunctionType, number: int) -> Any:
 
 # ---------------------------------------------------------------------- at the sender
 
-_units: dict[tuple[int, str], Unit | CodeType] = {}  # by the id of the code; a CodeType: functions that travel whole
+_Key = tuple[int, str, bool]
+"""The id of a function's code, its name, and is it what the program calls? Else farcall made that of it."""
+_units: dict[_Key, Unit | CodeType] = {}  # a CodeType: functions that travel whole
 _sent: WeakValueDictionary[bytes, Unit] = WeakValueDictionary()
 _replaced: deque[Unit] = deque(maxlen=_MOST_REPLACED)  # a callee may still ask for them
 
@@ -178,21 +183,25 @@ def split(function: FunctionType) -> tuple[bytes, list[Any] | None] | None:
 
     No list: the unit is one function, and the call has arguments only.
     """
-    key = (id(function.__code__), function.__qualname__)
+    how = made(function) if function.__dict__ else None
+    own = function if how is None else how.arguments[0]
+    if own.__class__ is not FunctionType:
+        return None
+    key = (id(own.__code__), own.__qualname__, how is None)
     unit = _units.get(key)
     if unit.__class__ is Unit:
-        values = unit.gather(function)
+        values = unit.gather(own)
         if values is not None and INSTALLED.takes_pickles and policy.INSTALLED.pickler is None:
             return unit.segment, values if unit.has_values else None
     elif unit is not None:
         return None
     if not INSTALLED.takes_pickles or policy.INSTALLED.pickler is not None:
         return None
-    return _split_anew(function, key, unit if isinstance(unit, Unit) else None)
+    return _split_anew(own, how, key, unit if isinstance(unit, Unit) else None)
 
 
 def _split_anew(
-    function: FunctionType, key: tuple[int, str], before: Unit | None
+    function: FunctionType, how: Made | None, key: _Key, before: Unit | None
 ) -> tuple[bytes, list[Any] | None] | None:
     from farcall.serialize.advice import advise
 
@@ -203,7 +212,7 @@ def _split_anew(
     try:
         if times > _MOST_TIMES:
             raise _Whole
-        unit = _take_apart(function, times)
+        unit = _take_apart(function, how, times)
     except _Whole:
         _units[key] = function.__code__  # which keeps the id in the key its own
         return None
@@ -240,6 +249,8 @@ class _Walk:
                 self.fixed.append((place, value))
             return _FIXED, value
         if value.__class__ is FunctionType:
+            if made(value) is not None:
+                raise _Whole  # only the function that is called
             number = self.numbers.setdefault(id(value), len(self.functions))
             if number == len(self.functions):
                 self.functions.append(value)
@@ -288,7 +299,7 @@ class _Walk:
             yield node
 
 
-def _take_apart(root: FunctionType, times: int) -> Unit:
+def _take_apart(root: FunctionType, how: Made | None, times: int) -> Unit:
     cloudpickle: Any = importlib.import_module("cloudpickle")
     if cloudpickle.list_registry_pickle_by_value():
         raise _Whole  # the program chose other modules that travel by value, too
@@ -310,7 +321,8 @@ def _take_apart(root: FunctionType, times: int) -> Unit:
                     raise _Whole
                 return reduced
 
-        UnitPickler(file, 5).dump((twins, spaces, walk.edges, walk.slots, walk.stores))
+        wrapping = None if how is None else (how.maker, how.arguments[1:])
+        UnitPickler(file, 5).dump((twins, spaces, walk.edges, walk.slots, walk.stores, wrapping))
     except Exception as error:  # of annotations, for one: `code.py` says what cannot be sent
         raise _Whole from error
     head = importlib.util.MAGIC_NUMBER + platform.python_version().encode() + b"\0"
@@ -408,38 +420,44 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
 class LoadedUnit:
     """A unit at its receiver: the functions of a call are made of it, from the values that came with the call."""
 
-    __slots__ = ("_edges", "_functions", "_likes", "_set", "_slots", "function", "size_bytes")
+    __slots__ = ("_edges", "_functions", "_likes", "_made", "_set", "_slots", "function", "size_bytes")
 
     def __init__(self, content: bytes) -> None:
         """Load the unit. It imports modules: on a thread that may wait."""
         version, _, code = content[4:].partition(b"\0")
-        functions, likes, edges, slots, stores = load_code(code, content[:4], version.decode())
+        functions, likes, edges, slots, stores, wrapping = load_code(code, content[:4], version.decode())
         self._functions: list[FunctionType] = functions
         self._likes: list[int] = likes
         self._edges: list[tuple[Place, int]] = edges
         self._slots: list[Place] = slots
         self._set = [_set_by_hand(function) for function in functions]
         self.size_bytes: int = len(content)
-        self.function: FunctionType | None = None if slots or stores else functions[0]
+        # One for all calls, of functions with values, too: it would not batch, say, what several of them sent.
+        self._made: Made | None = None if wrapping is None else made(wrapping[0](functions[0], *wrapping[1]))
+        one = functions[0] if self._made is None else self._made.function
+        self.function: FunctionType | None = None if slots or stores else one
         """The function, if it uses no values."""
 
     def make(self, values: list[Any]) -> FunctionType:
         """Make the function of one call, which uses ``values``."""
-        made: list[FunctionType] = []
+        functions: list[FunctionType] = []
         for number, function in enumerate(self._functions):
             like = self._likes[number]
-            names = function.__globals__.copy() if like == number else made[like].__globals__
+            names = function.__globals__.copy() if like == number else functions[like].__globals__
             cells = function.__closure__
             closure = None if cells is None else tuple(map(_copy_of, cells))
             one = FunctionType(function.__code__, names, function.__name__, None, closure)
             for name, value in self._set[number]:
                 setattr(one, name, value.copy() if value.__class__ is dict else value)
-            made.append(one)
+            functions.append(one)
         for place, number in self._edges:
-            _put(made, place, made[number])
+            _put(functions, place, functions[number])
         for place, value in zip(self._slots, values, strict=True):
-            _put(made, place, value)
-        return made[0]
+            _put(functions, place, value)
+        if self._made is None:
+            return functions[0]
+        self._made.keeper.func = functions[0]
+        return cast("FunctionType", self._made.function)
 
 
 def _set_by_hand(function: FunctionType) -> list[tuple[str, Any]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -330,3 +332,72 @@ def scaled(index: int) -> bool:
 def test_methods_of_equal_objects_are_batches_of_their_own(nodes: list[farcall.Node]) -> None:
     futures = [nodes[0]["w1"].start(scaled, index % 2) for index in range(6)]
     assert [future.result(LONG_S) for future in futures] == [True] * 6
+
+
+# ---------------------------------------------------------------------- by value
+
+
+def batches_of(nodes: list[farcall.Node], function: Any, arguments: list[Any]) -> list[Any]:
+    """Send the arguments at a time; return the results."""
+    calls = [nodes[0]["w1"].start(function, argument) for argument in arguments]
+    return [call.result() for call in calls]
+
+
+def test_a_batched_function_by_value(nodes: list[farcall.Node]) -> None:
+    @farcall.batched(max_size=4, within_s=LONG_S)
+    def sizes(numbers: list[int]) -> list[tuple[int, int]]:
+        return [(number, len(numbers)) for number in numbers]
+
+    for _ in range(2):
+        assert batches_of(nodes, sizes, [1, 2, 3, 4]) == [(number, 4) for number in (1, 2, 3, 4)]
+
+
+def test_one_that_uses_values_batches_with_the_latest(nodes: list[farcall.Node]) -> None:
+    factor = 2
+
+    @farcall.batched(max_size=2, within_s=LONG_S)
+    def scaled(numbers: list[int]) -> list[tuple[int, int]]:
+        return [(factor * number, len(numbers)) for number in numbers]
+
+    assert batches_of(nodes, scaled, [1, 2]) == [(2, 2), (4, 2)]
+    factor = 3
+    assert batches_of(nodes, scaled, [1, 2]) == [(3, 2), (6, 2)]
+    assert len(nodes[1]._runtime.part(Batches)._functions) == 1
+
+
+def test_a_batched_method_of_a_class_by_value(nodes: list[farcall.Node]) -> None:
+    class Model:
+        def __init__(self, factor: int) -> None:
+            self.factor = factor
+
+        @farcall.batched(max_size=3, within_s=LONG_S)
+        def infer(self, numbers: list[int]) -> list[tuple[int, int]]:
+            return [(self.factor * number, len(numbers)) for number in numbers]
+
+    model = nodes[0]["w1"].create(Model, 5)
+    calls = [model.start.infer(number) for number in (1, 2, 3)]
+    assert [call.result() for call in calls] == [(5, 3), (10, 3), (15, 3)]
+
+
+def test_a_batched_function_that_travels_whole(nodes: list[farcall.Node]) -> None:
+    class Point:
+        x = 1
+
+    @farcall.batched(max_size=1)
+    def moved(numbers: list[int]) -> list[int]:
+        return [number + Point.x for number in numbers]
+
+    assert batches_of(nodes, moved, [1, 2]) == [2, 3]
+    assert nodes[0]["w1"].call(lambda number: moved(number), 4) == 5
+
+
+def test_what_another_decorator_makes_of_it_is_not_taken_for_it(nodes: list[farcall.Node]) -> None:
+    @farcall.batched(max_size=1)
+    def doubled_here(numbers: list[int]) -> list[int]:
+        return [2 * number for number in numbers]
+
+    @functools.wraps(doubled_here)
+    def more(number: int) -> int:
+        return doubled_here(number) + 1
+
+    assert nodes[0]["w1"].call(more, 3) == 7
