@@ -254,11 +254,11 @@ class KeptRequest(Request):
         else:
             self._send(Frame(RESPONSE), False)
 
-    def fail(self, error: BaseException) -> None:
+    def _wanted_failure(self, error: BaseException) -> Frame:
         # Encoded without a peer: the member that will ask is not known yet, so the error cannot carry references.
         failure = error.frame if type(error) is StoredFailure else encode_failure(error, self.server.worker)
         self._owned.fail(failure)
-        self._send(Frame(FAILURE, payload=failure.payload, buffers=failure.buffers), False)
+        return Frame(FAILURE, payload=failure.payload, buffers=failure.buffers)
 
     def drop(self) -> None:
         self._owned.fail(shut_down(self.server.worker))

@@ -537,7 +537,7 @@ class Request:
             self._send(failure, False)
 
     def _wanted_failure(self, error: BaseException) -> Frame | None:
-        """As `failure`; None if the caller no longer waits."""
+        """The answer of a request that ends with ``error``; None if nobody waits for it any more."""
         if self.cancelled:
             self.server.answered(self)
             return None
