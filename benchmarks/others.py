@@ -61,6 +61,8 @@ CASES = {
 }
 """Each figure, with its unit, and its name in the table. What is not counted by the second is better if low."""
 RATE = "calls/s"
+TITLES = {"farcall": "farcall", "stock": "stock torch RPC"}
+"""Names of systems that are more than their first letter, made large."""
 
 
 def noop() -> None:
@@ -447,7 +449,8 @@ def take_turns(pythons: dict[str, str], rounds: int, budget_s: float) -> dict[st
 
 def as_table(found: dict[str, Any]) -> str:
     """For people, and for the README: the best of each row is bold."""
-    lines = ["| | " + " | ".join(found) + " |", "|---|" + "---|" * len(found)]
+    titles = [TITLES.get(name, name.capitalize()) for name in found]
+    lines = ["| | " + " | ".join(titles) + " |", "|---|" + "---|" * len(found)]
     for key, title in CASES.items():
         values = [system.get("median", {}).get(key) for system in found.values()]
         best = (max if key.endswith(RATE) else min)((value for value in values if value is not None), default=None)
@@ -487,10 +490,11 @@ def main() -> None:
     elif arguments.system:
         measure_here(arguments.system, arguments.budget, arguments.out)
     else:
+        from farcall.cli.bench.stamp import stamp
+
         pythons = {name: getattr(arguments, name) for name in SYSTEMS if getattr(arguments, name)}
         found = take_turns(pythons, arguments.rounds, arguments.budget)
-        machine = {"cores": os.cpu_count(), "machine": platform.machine(), "system": platform.system()}
-        document = {"machine": machine, "rounds": arguments.rounds, "budget_s": arguments.budget, "systems": found}
+        document = {**stamp(), "rounds": arguments.rounds, "budget_s": arguments.budget, "systems": found}
         text = json.dumps(document, indent=1).replace("Infinity", "null")  # which JSON has not
         arguments.out.write_text(text + "\n")
         print(as_table(found))

@@ -13,6 +13,7 @@ from rich.console import Console
 from farcall.cli.bench import measure
 from farcall.cli.bench.cases import CASES
 from farcall.cli.bench.contenders import CONTENDERS
+from farcall.cli.bench.driver import Driver
 from farcall.cli.bench.report import as_json, as_svg, figure, print_results, print_verdicts
 from farcall.cli.bench.results import TARGETS, Results, Verdict, judge
 
@@ -146,6 +147,37 @@ def test_percentiles() -> None:
     assert measure.percentile(ordered, 0.5) == 50
     assert measure.percentile(ordered, 0.99) == 99
     assert measure.percentile([7], 0.99) == 7
+
+
+def test_cases_that_want_fresh_processes_have_teams_of_their_own_in_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fake:
+        start_s = 0.0
+
+        def __init__(self, body: object, size: int, *arguments: object) -> None:
+            self.asked: list[str] = []
+            teams.append(self.asked)
+
+        def ask(self, rank: int, request: tuple[str, float], timeout_s: float) -> dict[str, float]:
+            self.asked.append(request[0])
+            return {"p50": float(len(teams))}
+
+        def freeze(self) -> None: ...
+
+        thaw = stop = freeze
+
+    teams: list[list[str]] = []
+    monkeypatch.setattr("farcall.cli.bench.driver.Team", Fake)
+    driver = Driver(contenders=["farcall"], rounds=2, budget_s=0.0, on_progress=lambda text: None)
+    results = driver.run([CASES[name] for name in ("first send of 256 MiB", "no-op", "send 1 MiB")])
+    assert teams == [["no-op", "send 1 MiB"] * 2, ["first send of 256 MiB"], ["first send of 256 MiB"]]
+    assert results.rounds("first send of 256 MiB", "farcall", "p50") == [2, 3]
+
+
+def test_the_first_operation_is_measured_and_no_other() -> None:
+    calls: list[None] = []
+    statistics = measure.first_bandwidth(1 << 20)(lambda: calls.append(None), 1.0)
+    assert len(calls) == 1
+    assert statistics["p50"] > 0
 
 
 def test_slow_operations_are_sampled_all_the_same() -> None:

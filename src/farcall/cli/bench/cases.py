@@ -1,7 +1,8 @@
 """The cases that are measured: a table with a line for each.
 
 A case makes an operation for a system of calls (``setup``), perhaps one for the floor (``floor``), and both are timed
-in the same way (``run``). Cases of one shape (team size and transport) share the teams of processes.
+in the same way (``run``). Cases of one shape (team size and transport) share the teams of processes, but for those that
+want fresh ones.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from farcall.cli.bench.measure import (
     Statistics,
     bandwidth,
     count_once,
+    first_bandwidth,
     latency_us,
     overhead_us,
     per_second,
@@ -52,6 +54,8 @@ class Case:
     """The name of the one contender that can do this."""
     metered: bool = False
     """Is the processor time of an operation counted, too, at both ends?"""
+    fresh: bool = False
+    """Does each round have processes of its own?"""
 
     def measure(self, contender: Contender, budget_s: float) -> Statistics:
         """The statistics of ``contender``, which takes part."""
@@ -76,6 +80,16 @@ def call(function: Callable[..., Any], *arguments: Any) -> Setup:
 def call_with_tensor(function: Callable[..., Any], size_bytes: int) -> Setup:
     """``rpc_sync`` with a tensor, which is made in the member and only when it is needed."""
     return lambda system: call(function, torch.ones(size_bytes, dtype=torch.uint8))(system)
+
+
+def send_first(size_bytes: int) -> Setup:
+    """As `call_with_tensor`, over a connection that is there already."""
+
+    def setup(system: CallSystem) -> Operation:
+        system.rpc_sync(system.peers[0], noop)
+        return call_with_tensor(discard, size_bytes)(system)
+
+    return setup
 
 
 def issue(function: Callable[..., Any], *arguments: Any) -> Setup:
@@ -369,7 +383,9 @@ def _cases() -> list[Case]:
         name, size = f"{CALLERS} callers, {name}", CALLERS + 1
         cases.append(Case(name, "calls/s", "higher", setup, all_callers, size=size))
     big = SIZES["256 MiB"]
+    first, copy_first = send_first(big), partial(Floor.copy_into_fresh_memory, size_bytes=big)
     cases += [
+        Case("first send of 256 MiB", "GiB/s", "higher", first, first_bandwidth(big), copy_first, fresh=True),
         Case("send 256 MiB in a segment", "GiB/s", "higher", send_shared(big), bandwidth(big)),
         Case("no-op over TCP", "us", "lower", call(noop), latency_us, Floor.ping_pong, route="tcp"),
     ]

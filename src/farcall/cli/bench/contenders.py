@@ -246,6 +246,10 @@ class Floor(Contender):
 
         return operation
 
+    def copy_into_fresh_memory(self, size_bytes: int) -> Operation:
+        """A copy into memory that nobody has touched."""
+        return torch.ones(size_bytes, dtype=torch.uint8).clone
+
     def copy_there_and_back(self, size_bytes: int) -> Operation:
         """As `copy_in`; the other side copies the bytes to a second place for the answer."""
         source, target = torch.ones(size_bytes, dtype=torch.uint8), self._segment[:size_bytes]

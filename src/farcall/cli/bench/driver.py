@@ -1,8 +1,9 @@
 """Rounds, turns and teams: one contender measures while all others are quiet.
 
-For each shape (team size, route) every contender gets a team of processes, which stays up over all rounds. In a round
-the contenders run each case one right after the other. Out of its turn a team waits blocked on its pipes, or is frozen
-where its system would spin. A contender that fails a case is left out of that case; the run goes on.
+For each shape (team size, route) every contender gets a team of processes, which stays up over all rounds; a case that
+wants fresh processes gets teams of its own for each round. In a round the contenders run each case one right after the
+other. Out of its turn a team waits blocked on its pipes, or is frozen where its system would spin. A contender that
+fails a case is left out of that case; the run goes on.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ class Driver:
     def run(self, cases: Sequence[Case]) -> Results:
         """Measure every case with every contender, in every round."""
         results = Results(cases)
-        for (size, route), group in groupby(sorted(cases, key=_shape), key=_shape):
-            self._run_shape(results, list(group), size, route)
+        numbers = range(1, self.rounds + 1)
+        for (size, route, alone), group in groupby(sorted(cases, key=_shape), key=_shape):
+            together = list(group)
+            for rounds in [[number] for number in numbers] if alone else [numbers]:
+                self._run_shape(results, together, size, route, rounds)
         return results
 
-    def _run_shape(self, results: Results, cases: list[Case], size: int, route: Route) -> None:
+    def _run_shape(self, results: Results, cases: list[Case], size: int, route: Route, rounds: Sequence[int]) -> None:
         teams: dict[str, Team] = {}
         try:
             for name in self.contenders:
@@ -51,7 +55,7 @@ class Driver:
                     else:
                         results.start_s[f"{name}, {size} nodes, {route}"] = team.start_s
                         _end_turn(name, team)
-            for number in range(1, self.rounds + 1):
+            for number in rounds:
                 for case in cases:
                     for name in list(teams):
                         if (case.name, name) not in results.failures and _takes_part(name, case):
@@ -82,8 +86,8 @@ class Driver:
         _end_turn(name, team)
 
 
-def _shape(case: Case) -> tuple[int, Route]:
-    return case.size, case.route
+def _shape(case: Case) -> tuple[int, Route, str]:
+    return case.size, case.route, case.name if case.fresh else ""
 
 
 def _takes_part(name: str, case: Case) -> bool:

@@ -84,6 +84,17 @@ def bandwidth(size_bytes: int) -> Measure:
     return per_second(size_bytes / GIBIBYTE, "p50")
 
 
+def first_bandwidth(size_bytes: int) -> Measure:
+    """As `bandwidth`, of one operation, which nothing has warmed up."""
+
+    def measure(operation: Operation, budget_s: float) -> Statistics:
+        begun_ns = perf_counter_ns()
+        operation()
+        return {"p50": size_bytes / GIBIBYTE / ((perf_counter_ns() - begun_ns) / 1e9)}
+
+    return measure
+
+
 def rate(in_flight: int) -> Measure:
     """Calls per second while ``in_flight`` are under way; the operation issues one and returns its future."""
 

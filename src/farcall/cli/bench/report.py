@@ -8,24 +8,18 @@ good and half as good are equally long bars.
 from __future__ import annotations
 
 import math
-import os
-import platform
-import subprocess
-from datetime import UTC, datetime
 from html import escape
-from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import msgspec
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from farcall.cli.bench.cases import Case
 from farcall.cli.bench.contenders import CONTENDERS, Farcall, Floor, Stock
 from farcall.cli.bench.results import LOWER_IS_BETTER, Results, Verdict
+from farcall.cli.bench.stamp import stamp
 
 _LABEL_WIDTH = 230
 _PLOT_WIDTH = 560
@@ -137,14 +131,7 @@ def as_json(results: Results, verdicts: list[Verdict], rounds: int) -> bytes:
             }
         )
     document = {
-        "farcall": version("farcall"),
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "system": platform.system(),
-        "processor": processor(),
-        "cpus": os.cpu_count(),
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit(),
+        **stamp(),
         "rounds": rounds,
         "cases": cases,
         "start_s": results.start_s,
@@ -155,29 +142,6 @@ def as_json(results: Results, verdicts: list[Verdict], rounds: int) -> bytes:
         "targets": verdicts,
     }
     return msgspec.json.format(msgspec.json.encode(document), indent=2)
-
-
-def processor() -> str:
-    """Its name, as Linux tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
-def commit() -> str:
-    """The commit of the checkout that farcall lies in; empty where it is installed, or where git is not."""
-    root = Path(__file__).parents[4]
-    if not (root / ".git").exists():  # the environment of a program may lie in a checkout of that program
-        return ""
-    try:
-        command = ["git", "-C", str(root), "rev-parse", "--short=8", "HEAD"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip()
 
 
 def as_svg(results: Results) -> str:
