@@ -21,7 +21,7 @@ help:
 	@echo "make test    style, types, layers and all tests"
 	@echo "make lint    the same without the tests"
 	@echo "make versions   all tests with another Python and torch (PYTHON=python3.14 TORCH=2.15.0)"
-	@echo "make format  let ruff write what it would complain about; redraw the picture of the layers"
+	@echo "make format  let ruff write what it would complain about; redraw the picture of the layers, fill in the figures"
 	@echo "make bench   farcall, stock torch.distributed.rpc and the floor in one run (ARGS='--quick')"
 	@echo "make docs    the documentation as a site, in build/site"
 	@echo "make wheel   what is published: a source distribution and a wheel, built, checked and tried, in dist"
@@ -80,6 +80,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/python tools/draw_layers.py
+	$(BIN)/python -m tools.figures
 
 bench: $(CODEC)
 	$(BIN)/farcall bench $(ARGS)
