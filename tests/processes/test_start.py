@@ -23,6 +23,7 @@ from farcall.runtime.node import current_runtime, runtime_of
 MOST_MODULES = 190
 """What a plain call needs, and hardly more. A module that only some programs use is imported where they use it."""
 NOT_LOADED = (
+    "farcall.children",
     "farcall.channel.device_memory",
     "farcall.cli",
     "farcall.launcher",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,23 @@ from torch.autograd import profiler
 
 import farcall
 import farcall.api
+from farcall.serialize import code
 
 
 def foreign() -> list[Any]:
-    """What others see: callbacks of garbage collections, finders of modules, methods of torch's profilers."""
+    """What others see: callbacks of garbage collections, finders of modules, methods of profilers and picklers."""
     methods = [profiler.profile.__dict__[name] for name in ("_start_trace", "__exit__", "export_chrome_trace")]
-    return [*gc.callbacks, *sys.meta_path, *methods]
+    return [*gc.callbacks, *sys.meta_path, *methods, ForkingPickler.__dict__.get("reducer_override")]
 
 
 def test_nothing_stays_after_the_last_node(tmp_path: Path) -> None:
     before = foreign()
     options = farcall.RpcBackendOptions(init_method=f"file://{tmp_path}/store")
     for _ in range(2):
-        with farcall.Node("alone", rank=0, world_size=1, options=options):
+        with farcall.Node("alone", rank=0, world_size=1, options=options) as node:
             assert foreign() != before
+            if code.is_available():
+                assert node.rpc_sync("alone", eval("lambda: foreign()[-1]", globals())) is not None
         assert foreign() == before
 
 

@@ -173,4 +173,7 @@ def load_code(data: bytes, magic_number: bytes, python_version: str) -> Any:
             "the caller sent code by value (from a notebook, a REPL, or a lambda), and this worker lacks cloudpickle: "
             "pip install 'farcall[notebook]'"
         ) from None
+    from farcall import children  # whoever has no code by value does not need it
+
+    children.begin()
     return cloudpickle.loads(data)

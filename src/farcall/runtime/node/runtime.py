@@ -10,6 +10,7 @@ Any thread may ask the questions below.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from time import monotonic
@@ -62,6 +63,15 @@ MakeCalls = Callable[..., CallTable]
 TRIM_EVERY_S = 10.0
 
 current.while_there_are_nodes(watch_collections, unwatch_collections)
+
+
+def _end_children() -> None:
+    children = sys.modules.get("farcall.children")  # the first code by value loads it
+    if children is not None:
+        children.end()
+
+
+current.while_there_are_nodes(lambda: None, _end_children)
 
 
 class Runtime:
