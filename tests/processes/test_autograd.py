@@ -87,6 +87,10 @@ def by_callback(make: Callable[[Any], Any], x: torch.Tensor) -> Any:
     return called.wait()
 
 
+class Derived(torch.Tensor):
+    """A class of a program's own. What it takes part in is of this class, too: the call's result as well."""
+
+
 def one_call_each(rank: int) -> None:
     if rank:
         return
@@ -99,6 +103,8 @@ def one_call_each(rank: int) -> None:
         lambda: farcall.remote("w1", through_weight, (x,)).to_here(),
         lambda: farcall.remote("w0", through_weight, (x,)).to_here(),
         lambda: farcall.remote("w1", torch.nn.Identity).rpc_sync().forward(through_weight(x)),
+        lambda: farcall.rpc_sync("w1", through_weight, (x.as_subclass(Derived),)),
+        lambda: farcall.rpc_sync("w1", through_weight, ((x * 1).as_subclass(Derived),)),
         lambda: by_callback(farcall.gather, x),
         lambda: by_callback(lambda future: future, x),
         lambda: by_callback(lambda future: future.then(lambda done: done.value()), x),

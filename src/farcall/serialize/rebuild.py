@@ -94,10 +94,8 @@ def rebuild_as(cls: type[torch.Tensor], function: Any, arguments: tuple[Any, ...
     """Rebuild a subclass of Tensor, without running its constructor."""
     decoding = current_decoding()
     tensor = _build_bare(decoding, function, arguments)
-    if issubclass(cls, torch.nn.Parameter):
-        result: torch.Tensor = torch.Tensor._make_subclass(cls, tensor, bool(flags & REQUIRES_GRAD))
-    else:
-        result = tensor.as_subclass(cls).requires_grad_(bool(flags & REQUIRES_GRAD))
+    # Not `as_subclass`, whose result is a view: an autograd context could not make it the output of a receive.
+    result: torch.Tensor = torch.Tensor._make_subclass(cls, tensor, bool(flags & REQUIRES_GRAD))
     if decoding.tensors is not None:
         decoding.tensors.append(result)
     return result
