@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
@@ -168,16 +169,29 @@ def test_cases_that_want_fresh_processes_have_teams_of_their_own_in_each_round(m
     teams: list[list[str]] = []
     monkeypatch.setattr("farcall.cli.bench.driver.Team", Fake)
     driver = Driver(contenders=["farcall"], rounds=2, budget_s=0.0, on_progress=lambda text: None)
-    results = driver.run([CASES[name] for name in ("first send of 256 MiB", "no-op", "send 1 MiB")])
-    assert teams == [["no-op", "send 1 MiB"] * 2, ["first send of 256 MiB"], ["first send of 256 MiB"]]
-    assert results.rounds("first send of 256 MiB", "farcall", "p50") == [2, 3]
+    results = driver.run([CASES[name] for name in ("send 256 MiB from cold", "no-op", "send 1 MiB")])
+    assert teams == [["no-op", "send 1 MiB"] * 2, ["send 256 MiB from cold"], ["send 256 MiB from cold"]]
+    assert results.rounds("send 256 MiB from cold", "farcall", "p50") == [2, 3]
 
 
-def test_the_first_operation_is_measured_and_no_other() -> None:
-    calls: list[None] = []
-    statistics = measure.first_bandwidth(1 << 20)(lambda: calls.append(None), 1.0)
-    assert len(calls) == 1
-    assert statistics["p50"] > 0
+@pytest.mark.parametrize(
+    ("first_us", "second_us", "held"),
+    [(125, 15, (True, True, True)), (126, 16, (True, False, False)), (201, 15, (False, False, True))],
+)
+def test_promises_about_large_messages_from_cold(first_us: float, second_us: float, held: tuple[bool, ...]) -> None:
+    results = Results([case := CASES["send 1 GiB from cold"]])
+    results.record(case, "floor", {"first": 100, "second": 10, "p50": 10})
+    results.record(case, "stock", {"first": 200, "second": 50, "p50": 50})
+    results.record(case, "farcall", {"first": first_us, "second": second_us, "p50": 10})
+    texts = "the first 1 GiB sent", "the first 1 GiB sent, against a copy into fresh memory", "the second 1 GiB sent"
+    assert tuple(verdict_of(results, text).held for text in texts) == held
+
+
+def test_what_begins_cold_is_measured_from_its_first_time_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    durations_us = [40, 30, 5, 1, 4, 2, 3]
+    times_ns = itertools.accumulate(time_ns for us in durations_us for time_ns in (0, us * 1000))
+    monkeypatch.setattr(measure, "perf_counter_ns", lambda: next(times_ns))
+    assert measure.from_cold(lambda: None, 0.0) == {"first": 40, "second": 30, "p50": 3}
 
 
 def test_slow_operations_are_sampled_all_the_same() -> None:

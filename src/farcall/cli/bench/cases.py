@@ -28,7 +28,7 @@ from farcall.cli.bench.measure import (
     Statistics,
     bandwidth,
     count_once,
-    first_bandwidth,
+    from_cold,
     latency_us,
     overhead_us,
     per_second,
@@ -82,7 +82,7 @@ def call_with_tensor(function: Callable[..., Any], size_bytes: int) -> Setup:
     return lambda system: call(function, torch.ones(size_bytes, dtype=torch.uint8))(system)
 
 
-def send_first(size_bytes: int) -> Setup:
+def send_from_cold(size_bytes: int) -> Setup:
     """As `call_with_tensor`, over a connection that is there already."""
 
     def setup(system: CallSystem) -> Operation:
@@ -327,6 +327,7 @@ WORK_US = (0, 50, 100, 200, 300, 500, 1000)
 VARYING_US = tuple(Random(0).choices(range(0, 1001, 10), k=997))
 CALLERS = 8
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20, "256 MiB": 256 << 20}
+COLD_SIZES = {"16 MiB": 16 << 20, "256 MiB": 256 << 20, "1 GiB": 1 << 30}
 CHAIN_LENGTHS = (10, 20, 40, 80)
 MANY = 5_000
 TEAM_SIZES = (2, 4, 8, 16)
@@ -383,9 +384,7 @@ def _cases() -> list[Case]:
         name, size = f"{CALLERS} callers, {name}", CALLERS + 1
         cases.append(Case(name, "calls/s", "higher", setup, all_callers, size=size))
     big = SIZES["256 MiB"]
-    first, copy_first = send_first(big), partial(Floor.copy_into_fresh_memory, size_bytes=big)
     cases += [
-        Case("first send of 256 MiB", "GiB/s", "higher", first, first_bandwidth(big), copy_first, fresh=True),
         Case("send 256 MiB in a segment", "GiB/s", "higher", send_shared(big), bandwidth(big)),
         Case("no-op over TCP", "us", "lower", call(noop), latency_us, Floor.ping_pong, route="tcp"),
     ]
@@ -395,6 +394,9 @@ def _cases() -> list[Case]:
         Case("no-op over TCP, encrypted", "us", "lower", call(noop), latency_us, route="encrypted"),
         Case("send 256 MiB over TCP, encrypted", "GiB/s", "higher", setup, bandwidth(big), route="encrypted"),
     ]
+    for label, size_bytes in COLD_SIZES.items():
+        setup, floor = send_from_cold(size_bytes), partial(Floor.copy_into_fresh_memory, size_bytes=size_bytes)
+        cases.append(Case(f"send {label} from cold", "us", "lower", setup, from_cold, floor, fresh=True))
     for size in TEAM_SIZES:
         cases.append(Case(f"no-op, {size} nodes", "us", "lower", call_each_peer_in_turn, typical_us, size=size))
     for name, where in CHURN.items():

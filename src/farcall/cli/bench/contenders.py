@@ -24,6 +24,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
 from typing import Any, ClassVar, Literal
 
@@ -247,8 +248,9 @@ class Floor(Contender):
         return operation
 
     def copy_into_fresh_memory(self, size_bytes: int) -> Operation:
-        """A copy into memory that nobody has touched."""
-        return torch.ones(size_bytes, dtype=torch.uint8).clone
+        """A copy into memory that nobody has touched; into the same, the next time."""
+        source, target = torch.ones(size_bytes, dtype=torch.uint8), torch.empty(size_bytes, dtype=torch.uint8)
+        return partial(target.copy_, source)
 
     def copy_there_and_back(self, size_bytes: int) -> Operation:
         """As `copy_in`; the other side copies the bytes to a second place for the answer."""

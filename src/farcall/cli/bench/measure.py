@@ -84,15 +84,15 @@ def bandwidth(size_bytes: int) -> Measure:
     return per_second(size_bytes / GIBIBYTE, "p50")
 
 
-def first_bandwidth(size_bytes: int) -> Measure:
-    """As `bandwidth`, of one operation, which nothing has warmed up."""
-
-    def measure(operation: Operation, budget_s: float) -> Statistics:
+def from_cold(operation: Operation, budget_s: float) -> Statistics:
+    """Times of the first operation of this process, of the second, and of the later ones (p50)."""
+    durations: list[int] = []
+    for _ in range(2 + MIN_SAMPLES):
         begun_ns = perf_counter_ns()
         operation()
-        return {"p50": size_bytes / GIBIBYTE / ((perf_counter_ns() - begun_ns) / 1e9)}
-
-    return measure
+        durations.append(perf_counter_ns() - begun_ns)
+    warm_ns = percentile(sorted(durations[2:]), 0.5)
+    return {"first": durations[0] / 1e3, "second": durations[1] / 1e3, "p50": warm_ns / 1e3}
 
 
 def rate(in_flight: int) -> Measure:

@@ -35,6 +35,8 @@ _HEADINGS = {
     "us": "time, median",
     "p99": "time, 99th percentile",
     "cpu": "processor time of both ends",
+    "first": "time, the first of fresh processes",
+    "second": "time, the second of fresh processes",
     "calls/s": "calls per second",
     "refs/s": "references per second",
     "GiB/s": "bytes per second",

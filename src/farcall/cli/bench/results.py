@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from farcall.cli.bench.cases import CALLERS, CASES, CHAIN_LENGTHS, CHURN, COUNTED_TEAM_SIZES, Case
+from farcall.cli.bench.cases import CALLERS, CASES, CHAIN_LENGTHS, CHURN, COLD_SIZES, COUNTED_TEAM_SIZES, Case
 from farcall.cli.bench.contenders import Farcall, Floor, Stock
 from farcall.cli.bench.measure import Statistics
 
-LOWER_IS_BETTER = ("p99", "cpu")
+LOWER_IS_BETTER = ("p99", "cpu", "first", "second")
 """Statistics of times, in us, whatever else the case measures."""
 
 
@@ -159,6 +159,27 @@ def undisturbed(text: str, statistic: str, at_most: float) -> Target:
     return hardly_slower(text, quiet, disturbed, statistic, at_most)
 
 
+def soon_warm(text: str, case: str, at_most: float) -> Target:
+    """The second time of ``case`` in fresh processes, against the later ones."""
+
+    def value(results: Results) -> float | None:
+        second, warm = (results.rounds(case, Farcall.name, statistic) for statistic in ("second", "p50"))
+        return median(b / a for a, b in zip(warm, second, strict=True)) if warm else None
+
+    return Target(text, f"at most {at_most:.3g}x a later one", (case,), value, lambda value: value <= at_most)
+
+
+def from_cold() -> list[Target]:
+    """The promises about large messages before memory is warm."""
+    targets = []
+    for label in COLD_SIZES:
+        case, text = f"send {label} from cold", f"the first {label} sent"
+        targets.append(better_than_stock(text, case, "first", 1))
+        targets.append(near_the_floor(f"{text}, against a copy into fresh memory", case, "first", 1.25))
+        targets.append(soon_warm(f"the second {label} sent", case, 1.5))
+    return targets
+
+
 def of_work() -> list[Target]:
     """The promises about calls that do work: at a function's every length, and with many at a time."""
     targets = []
@@ -190,8 +211,6 @@ TARGETS: tuple[Target, ...] = (
     better_than_stock("script functions/s, 64 in flight", "script function, 64 in flight", "rate", 6),
     within("8 concurrent script functions of 50 ms", "8 script functions of 50 ms", 120),
     better_than_stock("256 MiB sent", "send 256 MiB", "p50", 2.5),
-    better_than_stock("the first 256 MiB sent", "first send of 256 MiB", "p50", 1),
-    near_the_floor("the first 256 MiB sent, against a copy into fresh memory", "first send of 256 MiB", "p50", 1.25),
     better_than_stock("256 MiB that live in a segment", "send 256 MiB in a segment", "p50", 20),
     better_than_stock("no-op p50 over TCP", "no-op over TCP", "p50", 4),
     better_than_stock("256 MiB sent over TCP", "send 256 MiB over TCP", "p50", 1.5),
@@ -206,6 +225,7 @@ TARGETS: tuple[Target, ...] = (
     better_than_stock("a training step over one remote worker", "train step", "p50", 3),
     better_than_stock("20 calls in a chain, then backward", "backward through 20 calls", "p50", 3),
     *of_work(),
+    *from_cold(),
     linear_growth("a further call in a long chain against one in a short chain", 1.5),
     descriptors_per_peer("descriptors of a node", 2),
     hardly_slower("a function of the script against one of a module", "no-op", "function of the script", "p50", 1.15),
