@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
+import operator
 import os
 import signal
 import socket
@@ -130,6 +132,38 @@ def test_what_happened_is_counted() -> None:
     assert (found.calls_in_flight, found.pool.queued, found.reconnects, found.peers_lost) == (0, 0, 0, 0)
 
 
+class Adder:
+    """Its bound methods travel with their calls."""
+
+    def add(self, x: int) -> int:
+        return x + 1
+
+
+def unnamed(rank: int) -> list[set[str]]:
+    """What each side of calls that name no function counts them as, and how many are under way."""
+    if rank == 0:
+        farcall.rpc_sync("w1", functools.partial(echo, 1))
+        farcall.rpc_async("w1", functools.partial(functools.partial(echo), 1)).wait()
+        farcall.rpc_sync("w1", Adder().add, args=(1,))
+        farcall.rpc_sync("w1", str.upper, args=("a",))
+        farcall.rpc_sync("w1", operator.attrgetter("real"), args=(1,))
+        with pytest.raises(AttributeError):
+            farcall.rpc_sync("w1", operator.attrgetter("absent"), args=(1,))
+    farcall.barrier()
+    found = farcall.metrics()
+    return [
+        {f"{one.function} {one.latency.count} {one.failed}" for one in calls} for calls in (found.called, found.served)
+    ]
+
+
+def test_functions_that_travel_with_their_calls_are_counted_by_their_names() -> None:
+    (called, _), (_, served) = run_cluster(2, unnamed)
+    expected = {"echo 2 0", "Adder.add 1 0", "str.upper 1 0", "attrgetter 2 1"}
+    assert expected <= called
+    assert expected <= served
+    assert not [one for one in called | served if "pickled" in one]
+
+
 def scraped(rank: int) -> str:
     farcall.rpc_sync(f"w{1 - rank}", echo, args=(1,))
     port = current_runtime().part(Observability).metrics_port
@@ -201,14 +235,15 @@ def traced(rank: int) -> list[tuple[str, str, int, int, int]]:
             farcall.rpc_sync("w1", call_on, args=("w2",))
             farcall.rpc_async("w2", echo, args=(1,)).wait()
             farcall.rpc_sync("w2", torch.add, args=(torch.ones(1), 1))
+            farcall.rpc_sync("w2", functools.partial(operator.neg, 1))
     farcall.barrier(["w0", "w1", "w2"])
 
     def served() -> int:
         names = [span.name for span in exporter.get_finished_spans() if span.kind.name == "SERVER"]
-        return sum(any(function in name for function in ("call_on", "echo", "add")) for name in names)
+        return sum(any(function in name for function in ("call_on", "echo", "add", "neg")) for name in names)
 
     # The span of a served call ends after its answer has gone.
-    wait_until(lambda: served() == (0, 1, 3)[rank], "the last span")
+    wait_until(lambda: served() == (0, 1, 4)[rank], "the last span")
     return [
         (
             span.name,
@@ -242,7 +277,8 @@ def outcomes_traced(rank: int) -> list[tuple[str, str]]:
         farcall.rpc_async("w1", fail).wait()
     with pytest.raises(farcall.errors.RpcTimeout):
         farcall.rpc_async("w1", Gate.wait, args=("done",), timeout=0.01).wait()
-    spans = exporter.get_finished_spans()
+    # Not those of served calls: the barrier's may end after its answer has gone.
+    spans = [span for span in exporter.get_finished_spans() if span.kind.name == "CLIENT"]
     farcall.rpc_sync("w1", Gate.open, args=("done",))
     return [(span.status.status_code.name, span.status.description or "") for span in spans]
 
@@ -278,9 +314,10 @@ def test_spans_of_all_workers_make_one_trace() -> None:
         ["w2/echo CLIENT", "w1/call_on SERVER", "w1/call_on CLIENT", "step INTERNAL"],
     ]
     assert {span[2] for span in served} == {step[2]}
-    # Both ends of a call have one name.
-    (add,) = [span for span in spans if "add" in span[0] and span[1] == "SERVER"]
-    assert ancestors(add) == [f"{add[0]} CLIENT", "step INTERNAL"]
+    # Both ends of a call have one name, also where the function travels with it.
+    for name in ("add", "neg"):
+        (ours,) = [span for span in spans if name in span[0] and span[1] == "SERVER"]
+        assert ancestors(ours) == [f"{ours[0]} CLIENT", "step INTERNAL"]
 
 
 def test_telemetry_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

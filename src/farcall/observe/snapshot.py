@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from farcall.imports import current_frames
-from farcall.runtime.calls.pending import PendingCall, name_of
+from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.calls.serving import Request
 from farcall.runtime.calls.turns import Turns
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
+from farcall.runtime.observing.counters import UNNAMED, name_of
 from farcall.serialize.functions import BY_VALUE, path_of
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def function_title(function: bytes, otherwise: str = "") -> str:
     if kind in (b"p", BY_VALUE):
         module, _, path = path_of(function).partition("\0")
         return f"rref.{_OF_OWNERS.get(path, path).removeprefix('methods.of_')}" if module == _OWNERS else path
-    if kind in (b"o", b"b", b"s"):
+    if kind in (b"o", b"b", b"s", UNNAMED):
         return name.decode(errors="replace")
     return otherwise or "(pickled function)"
 

@@ -23,6 +23,7 @@ from farcall.runtime.calls.executor import Executor, Task
 from farcall.runtime.calls.pending import CallTable, PendingCall, SyncCall
 from farcall.runtime.calls.serving import Request
 from farcall.runtime.io.timers import Callback, Timer
+from farcall.runtime.observing.counters import name_of
 from farcall.serialize import withdraw
 
 _RAISED = "the function raised"
@@ -45,7 +46,7 @@ class Telemetry:
 
     def begin_call(self, call: PendingCall, frame: Frame) -> Any:
         """Start the span of an outgoing call: a child of the calling thread's span, and the parent of the callee's."""
-        title = function_title(frame.function, getattr(call.what, "__qualname__", None) or "call")
+        title = function_title(frame.function, name_of(call.what))
         span = self._tracer.start_span(
             f"{call.peer.info.name}/{title}",
             kind=self._trace.SpanKind.CLIENT,
@@ -74,6 +75,12 @@ class Telemetry:
             kind=self._trace.SpanKind.SERVER,
             attributes=self._attributes(title, request.peer.info.name),
         )
+
+    def name(self, span: Any, request: Request) -> None:
+        """Name the span of ``request``, whose function has been read by now, like that of its caller."""
+        title = function_title(request.frame.function, request.function_name or "call")
+        span.update_name(f"{self.worker}/{title}")
+        span.set_attribute("rpc.method", title)
 
     def _attributes(self, title: str, peer: str) -> dict[str, str]:
         return {"rpc.system": "farcall", "rpc.method": title, "farcall.worker": self.worker, "farcall.peer": peer}
@@ -161,8 +168,9 @@ class _TracedTask:
         return self.served.expected_s
 
     def run(self, more: bool) -> None:
-        with self._telemetry.serving(self.served):
+        with self._telemetry.serving(self.served) as span:
             self.served.run(more)
+            self._telemetry.name(span, self.served)
 
     def drop(self) -> None:
         self.served.drop()

@@ -25,10 +25,11 @@ from farcall.rpc.call import encode_request, read_answer, send
 from farcall.rpc.outcome import Opens, Outcome, running_loop
 from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout, check_wait
 from farcall.runtime.calls.executor import FunctionTask
-from farcall.runtime.calls.pending import PendingCall, name_of
+from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.devices.streams import Stamp, stamp
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
+from farcall.runtime.observing.counters import name_of
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import FLAT_FORM, has_devices, read_value, takes_long, withdraw

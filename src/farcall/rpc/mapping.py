@@ -22,10 +22,10 @@ from farcall.rpc.handles import Worker, handle_of
 from farcall.rpc.outcome import waiting_here
 from farcall.rpc.retry import Retry, check_retry
 from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
-from farcall.runtime.calls.pending import name_of
 from farcall.runtime.io.sigint import SLICE_S
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_runtime
+from farcall.runtime.observing.counters import name_of
 
 S = TypeVar("S")
 T = TypeVar("T")

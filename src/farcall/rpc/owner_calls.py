@@ -35,11 +35,12 @@ from farcall.rpc.outcome import DerivedFuture
 from farcall.rpc.owned_values import Owned
 from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.executor import FunctionTask
-from farcall.runtime.calls.pending import PendingCall, SyncCall, name_of
+from farcall.runtime.calls.pending import PendingCall, SyncCall
 from farcall.runtime.calls.scope import CURRENT
 from farcall.runtime.calls.serving import Request
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
+from farcall.runtime.observing.counters import name_of
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import decode_failure, withdraw

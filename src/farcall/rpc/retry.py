@@ -40,11 +40,12 @@ from farcall.rpc.references import NodeReferences
 from farcall.rpc.rref import RRef
 from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.executor import FunctionTask
-from farcall.runtime.calls.pending import PendingCall, name_of
+from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.calls.scope import CURRENT
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
+from farcall.runtime.observing.counters import name_of
 from farcall.runtime.observing.profiling import PROFILING, CallProfile, is_profiled
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import RECORDING, withdraw

@@ -20,12 +20,13 @@ from farcall.protocol.notes import REFUSED
 from farcall.protocol.streams import Part, ReaderMachine, StreamClosed, StreamCredit
 from farcall.rpc.call import refusal
 from farcall.rpc.outcome import LoopGate, Opens
-from farcall.runtime.calls.pending import PendingCall, name_of
+from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.calls.scope import CURRENT, Served
 from farcall.runtime.calls.serving import Request
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
+from farcall.runtime.observing.counters import name_of
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import decode_failure, discard, read_value
 

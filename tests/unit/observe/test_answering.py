@@ -196,9 +196,7 @@ def test_each_state_in_words() -> None:
     assert explanation("w1", b"nonsense", 0.3) == ""
 
 
-@pytest.mark.parametrize(
-    ("what", "title"), [(torch.add, "torch.add"), (len, "len"), (functools.partial(len), "partial")]
-)
+@pytest.mark.parametrize(("what", "title"), [(torch.add, "torch.add"), (len, "len"), (functools.partial(len), "len")])
 def test_a_call_has_the_name_that_its_user_knows(what: Any, title: str) -> None:
     peer: Any = SimpleNamespace(info=WorkerInfo("w1", 1))
     assert outgoing_call(SyncCall(peer, what, 1.0)).function == title

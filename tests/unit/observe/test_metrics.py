@@ -16,6 +16,7 @@ from farcall.observe.metrics import CallMetrics, ChannelMetrics, Histogram, Metr
 from farcall.observe.observer import Answers
 from farcall.observe.rates import rows, weights
 from farcall.observe.snapshot import PoolView
+from farcall.protocol.frames import MAX_FUNCTION_BYTES
 from farcall.protocol.observing import WorkerState
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED, MOST_FUNCTIONS, OTHERS, FunctionCounters, counters_of
 from farcall.weights.version import WeightsMetrics
@@ -80,6 +81,16 @@ def test_what_came_between_two_pictures() -> None:
     before, after = histogram(1e-3), histogram(1e-3, 1e-3, 0.5)
     assert (after - before).count == 2
     assert (after - before) + before == after
+
+
+def test_functions_without_a_segment_that_names_them_have_their_names_within_the_same_limit() -> None:
+    tallies: FunctionCounters = {}
+    assert counters_of(tallies, b"", "train") is counters_of(tallies, b"k a pickle", "train")
+    assert counters_of(tallies, b"", "train") is not counters_of(tallies, b"", "test")
+    for number in range(MOST_FUNCTIONS + 10):
+        counters_of(tallies, b"", f"{number:04}" * 2000)
+    assert len(tallies) == MOST_FUNCTIONS + 1
+    assert max(map(len, tallies)) == MAX_FUNCTION_BYTES
 
 
 def test_functions_beyond_the_limit_share_a_tally() -> None:

@@ -38,7 +38,7 @@ from farcall.runtime.io.reader import in_event_loop, is_interrupted, reading, st
 from farcall.runtime.io.sigint import SLICE_S, Gate
 from farcall.runtime.io.timers import NEVER, Callback, Timer
 from farcall.runtime.observing import event_log
-from farcall.runtime.observing.counters import LOST, TIMED_OUT, Counters, counters_of
+from farcall.runtime.observing.counters import LOST, TIMED_OUT, Counters, counters_of, name_of
 from farcall.runtime.observing.observer_connection import Questions
 from farcall.runtime.observing.profiling import CallProfile
 from farcall.runtime.peers.peer import Peer
@@ -200,7 +200,7 @@ class CallTable:
         try:
             call.counters = call.peer.called[function]
         except KeyError:
-            call.counters = counters_of(call.peer.called, function)
+            call.counters = counters_of(call.peer.called, function, name_of(call.what))
         call.call_id = call_id = self._next_id()
         self.pending[call_id] = call
         # After the line above. A shutdown that finds the table empty and ``last_id`` unchanged has missed no call.
@@ -486,13 +486,6 @@ class CallTable:
     def snapshot(self) -> list[PendingCall]:
         """The calls that wait for an answer now, oldest first."""
         return list(self.pending.values())
-
-
-def name_of(what: Callable[..., Any]) -> str:
-    """The name of a function in messages to users."""
-    found = getattr(what, "__qualname__", None)
-    name = found if isinstance(found, str) and found else type(what).__name__
-    return name.replace("_VariableFunctionsClass.", "torch.")  # torch's private home of ``torch.add`` and others
 
 
 def _add(error: RpcTimeout, text: str) -> None:

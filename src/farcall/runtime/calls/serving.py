@@ -52,7 +52,7 @@ from farcall.runtime.devices.streams import StreamCoroutine, StreamPool, StreamT
 from farcall.runtime.io.reader import reading
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.observing import event_log
-from farcall.runtime.observing.counters import BOUNDS_S, FAILED, counters_of
+from farcall.runtime.observing.counters import BOUNDS_S, FAILED, counters_of, name_of
 from farcall.runtime.observing.profiling import PROFILING, RunProfile
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize import (
@@ -425,7 +425,7 @@ class Request:
                     raise NotAllowed(f"{func!r} was sent by value, and this worker serves named functions only")
             if server.stream_pool is not None and has_devices(frame.payload):
                 started = perf_counter()  # do not count the copies to the device as the function's time
-            self.function_name = getattr(func, "__qualname__", "") or repr(func)
+            self.function_name = getattr(func, "__qualname__", "") or name_of(func)
             audit("farcall.call", self.peer.info.name, func)
             # Drop the request's own references: an argument that the function drops must be freed at once.
             frame.payload = b""
@@ -454,7 +454,7 @@ class Request:
             try:
                 counters = self.peer.served[function]
             except KeyError:
-                counters = counters_of(self.peer.served, function)
+                counters = counters_of(self.peer.served, function, self.function_name)
             counters[bisect_right(BOUNDS_S, took_s)] += 1
             if function:
                 self.expected_s = server.inline.ran(
@@ -552,7 +552,7 @@ class Request:
             if isinstance(error, SerializationError) and not hasattr(error, "remote_traceback"):
                 # Raised by farcall here, not received from elsewhere: say on which side of the call it happened.
                 error.args = (f"on {self.server.worker.name}, serving {self.function_name or 'a call'}: {error}",)
-            counters_of(self.peer.served, self.frame.function)[FAILED] += 1
+            counters_of(self.peer.served, self.frame.function, self.function_name)[FAILED] += 1
             if self.server.on_failure is not None:
                 self.server.on_failure(error)
             frame = encode_failure(error, self.server.worker, self.peer)

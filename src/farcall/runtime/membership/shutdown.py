@@ -18,11 +18,12 @@ from farcall.protocol.departure import events
 from farcall.protocol.departure.events import DepartureMessage
 from farcall.protocol.departure.machine import NOT_CALLED, Departure, still_busy
 from farcall.runtime.calls.executor import Executor
-from farcall.runtime.calls.pending import CallTable, name_of
+from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.serving import Server
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
+from farcall.runtime.observing.counters import name_of
 from farcall.runtime.peers.peer import Peer
 
 logger: logging.Logger = logging.getLogger("farcall")

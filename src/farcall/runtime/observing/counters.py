@@ -12,7 +12,11 @@ may be. Readers take a copy, which is a picture of one moment.
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+from farcall.protocol.frames import MAX_FUNCTION_BYTES
 
 _PER_OCTAVE: Final = 4
 _SHORTEST_S: Final = 1e-6
@@ -34,11 +38,23 @@ OTHERS: Final = b"?"
 
 Counters: TypeAlias = list[int]
 FunctionCounters: TypeAlias = dict[bytes, Counters]
-"""By the function's name as it travels; empty for a function that is pickled with its arguments."""
+"""By the function's name as it travels; where only a pickle does, by UNNAMED and the name that users read."""
+UNNAMED: Final = b"n"
 
 
-def counters_of(by_function: FunctionCounters, function: bytes) -> Counters:
-    """The counters of ``function``; made at its first call."""
+def name_of(what: Callable[..., Any]) -> str:
+    """The name of a function in messages to users; of a partial, that of the function inside."""
+    while isinstance(what, partial):
+        what = what.func
+    found = getattr(what, "__qualname__", None)
+    name = found if isinstance(found, str) and found else type(what).__name__
+    return name.replace("_VariableFunctionsClass.", "torch.")  # torch's private home of ``torch.add`` and others
+
+
+def counters_of(by_function: FunctionCounters, function: bytes, name: str = "") -> Counters:
+    """The counters of ``function``; made at its first call. ``name``: what users call it, if that is known."""
+    if name and function[:1] in (b"", b"k"):
+        function = (UNNAMED + name.encode(errors="replace"))[:MAX_FUNCTION_BYTES]
     found = by_function.get(function)
     if found is None:
         if len(by_function) >= MOST_FUNCTIONS:
