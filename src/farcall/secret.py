@@ -49,7 +49,7 @@ class Secret:
     @property
     def values(self) -> tuple[bytes, ...]:
         """Keys made of those that are good now; the first is the one to prove."""
-        return tuple(value if len(value) >= RANDOM_SECRET_BYTES else _stretched(value) for value in self.given())
+        return tuple(value if len(value) >= RANDOM_SECRET_BYTES else _once_stretched(value) for value in self.given())
 
     def given(self) -> tuple[bytes, ...]:
         """Those that are good now, as they were given."""
@@ -65,6 +65,18 @@ class Secret:
                 except ValueError as error:
                     logger.warning("the old secret stays in use: %s", error)
             return self._values
+
+
+_stretching = threading.Lock()
+"""Without it, threads that need a key at the same time would make one each, of 32 MiB."""
+if hasattr(os, "register_at_fork"):
+    # A thread that holds it may exist only in the parent.
+    os.register_at_fork(after_in_child=lambda: globals().update(_stretching=threading.Lock()))
+
+
+def _once_stretched(value: bytes) -> bytes:
+    with _stretching:
+        return _stretched(value)
 
 
 @lru_cache(maxsize=8)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.kit.times import LONG_S
 
 from farcall.secret import Secret
 
@@ -50,6 +55,39 @@ def test_a_short_one_is_made_slow_to_try_once_in_a_process(monkeypatch: pytest.M
     assert len(tries) == 2
     assert Secret(word).given() == (word,)
     assert Secret(OLD).values == (OLD,)
+
+
+def test_threads_that_need_a_short_one_at_the_same_time_make_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As dials and the listener do behind a file that has changed, or nodes that start in one process."""
+    tries, scrypt, together = [], hashlib.scrypt, threading.Barrier(4)
+
+    def counted(value: bytes, **choices: Any) -> bytes:
+        tries.append(value)
+        return scrypt(value, **choices)
+
+    def values() -> tuple[bytes, ...]:
+        together.wait()
+        return Secret(b"a word of four threads").values
+
+    monkeypatch.setattr(hashlib, "scrypt", counted)
+    with ThreadPoolExecutor(4) as pool:
+        keys = [future.result() for future in [pool.submit(values) for _ in range(4)]]
+    assert len(set(keys)) == 1
+    assert len(tries) == 1
+
+
+def test_a_forked_child_waits_for_no_thread_of_its_parent() -> None:
+    """For one that makes a key at that moment, say."""
+    program = """
+import os
+from farcall import secret
+with secret._stretching:
+    child = os.fork()
+    if not child:
+        os._exit(0 if secret.Secret(b"the word of a child").values else 1)
+    raise SystemExit(os.waitpid(child, 0)[1])
+"""
+    subprocess.run([sys.executable, "-c", program], timeout=LONG_S, check=True)
 
 
 def test_the_file_is_read_again_when_it_changes(path: Path) -> None:

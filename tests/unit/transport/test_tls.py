@@ -246,10 +246,15 @@ def test_a_dialer_is_told_where_the_other_end_closes_instead_of_tls() -> None:
         dialled.receive_into(memoryview(bytearray(100)))
 
 
-def test_each_process_has_a_certificate_of_its_own_and_leaves_nothing_on_disk(tmp_path: Path) -> None:
+def test_each_process_has_a_certificate_of_its_own_and_leaves_nothing_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     mine = _ephemeral(1)
     assert _ephemeral(1) is mine
     assert _ephemeral(2).listening_digest != mine.listening_digest
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
