@@ -19,7 +19,8 @@ from typing import Any
 
 from benchmarks.others import TITLES, as_table
 
-from farcall.cli.bench.cases import CASES
+from farcall.cli.bench.cases import CASES, SIZES
+from farcall.cli.bench.measure import GIBIBYTE
 from farcall.cli.bench.report import figure
 from farcall.cli.bench.results import LOWER_IS_BETTER
 
@@ -36,9 +37,9 @@ AGAINST_STOCK = {
     "`torch.add` of two 64x64 tensors, by 8 callers of one callee": ("8 callers, torch.add 64x64", "rate"),
     "a layer of 64x64, likewise": ("8 callers, layer 64x64", "rate"),
     "a layer of 512x512, likewise": ("8 callers, layer 512x512", "rate"),
-    "the first send of 256 MiB between two processes": ("send 256 MiB from cold", "first"),
-    "a send of 256 MiB, warm": ("send 256 MiB", "p50"),
-    "an echo of 1 MiB, warm": ("echo 1 MiB", "p50"),
+    "the first send of 256 MiB, memory cold": ("send 256 MiB from cold", "first"),
+    "later sends of 256 MiB": ("send 256 MiB", "p50"),
+    "echoes of 1 MiB": ("echo 1 MiB", "p50"),
     "20 calls in a chain and their backward pass": ("backward through 20 calls", "p50"),
     "a training step over one remote worker": ("train step", "p50"),
 }
@@ -61,12 +62,13 @@ class Run:
         values = self.cases.get(case, {}).get("statistics", {}).get(statistic)
         if values is None:
             return NOT_MEASURED
-        value = values["median"][contender]
-        return (
-            "-"
-            if value is None
-            else quantity(value, "us" if statistic in LOWER_IS_BETTER else self.cases[case]["unit"])
-        )
+        value, unit = values["median"][contender], self.cases[case]["unit"]
+        if value is None:
+            return "-"
+        if unit == "GiB/s":  # as a time, which can be compared with that of a first send
+            size_bytes = next(size for label, size in SIZES.items() if label in case)
+            return quantity(size_bytes / GIBIBYTE / value * 1e6, "us")
+        return quantity(value, "us" if statistic in LOWER_IS_BETTER else unit)
 
     def times_stock(self, case: str, statistic: str) -> list[float]:
         """How many times better than stock, by round."""
