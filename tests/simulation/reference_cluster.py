@@ -259,7 +259,8 @@ class Cluster:
                     self.post(me, receiver, message)
                 case FreeValue(ref):
                     # An error in place of a value that never came is made anew for whoever still asks.
-                    if member.values.pop(ref) == "value":
+                    assert ref in member.values or ref not in self.created or ref in self.freed, f"{ref} is lost"
+                    if member.values.pop(ref, None) == "value":
                         self.check_unused(ref)
                         self.freed.add(ref)
                 case NeverCreated(ref):

@@ -102,9 +102,10 @@ class Contexts:
         return context
 
     def admit(self, context_id: int, worker_id: int) -> Context | None:
-        """Return the context with that id; make it if necessary. None: it was released, or its opener is gone.
+        """Return the context with that id; make it if necessary.
 
-        ``worker_id``: whose message names it. Raises ``ValueError`` where that worker has brought too many.
+        None: it was released, its opener is gone, or ``worker_id``, whose message names it, has brought too many. No
+        error, which would end its link: it may only pass on what a third worker made up.
         """
         context = self._contexts.get(context_id)
         if context is None:
@@ -116,7 +117,7 @@ class Contexts:
                 context = self._contexts.get(context_id)
                 if context is None:
                     if self._brought[worker_id] >= MOST_BROUGHT:
-                        raise ValueError(f"it has brought more than {MOST_BROUGHT} autograd contexts that never end")
+                        return None
                     self._brought[worker_id] += 1
                     context = self._contexts[context_id] = Context(context_id, self, worker_id)
         return context
@@ -188,15 +189,15 @@ class Contexts:
                 continue
             context = self._contexts.get(context_id)
             if context is None and type(message) is StartPass:
-                if context_id in self._released:
+                # The call that brings the context may not have arrived yet.
+                context = None if context_id in self._released else self.admit(context_id, from_worker)
+                if context is None:
                     reason = f"Could not find autograd context with id: {context_id}"
                     failed = PassFailed(context_id, message.pass_id, self.port.worker_id, reason)
                     try:
                         self.port.send(message.pass_id.origin, [failed])
                     except RpcError:
                         pass  # the origin is gone, and its pass with it
-                else:  # the call that will bring the context here has not arrived yet
-                    context = self.admit(context_id, from_worker)
             if context is not None:
                 local = context.passes.get(message.pass_id)
                 if local is None:

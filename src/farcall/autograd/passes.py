@@ -238,7 +238,7 @@ class LocalPass:
                 message, sender = self.inbox.get() if event is None else event
                 event = None
                 if isinstance(message, Gradient):
-                    if self._graph is not None:
+                    if self._graph is not None and self._is_answer(message, sender):
                         self._graph.hear(message.message_id, message.gradients)
                         if message.gradients and is_profiled():
                             _leave_mark(SEND_NAME)
@@ -268,6 +268,11 @@ class LocalPass:
                 self.failure.__cause__ = error
             if self.machine.parent is None and not isinstance(error, Exception):
                 raise  # Ctrl-C, at the origin: `run_to_end` has another thread tell the others
+
+    def _is_answer(self, message: Gradient, sender: int) -> bool:
+        """Does the gradient come from this worker itself (-1), or from the one that got the tensors?"""
+        send = self._context.sends.get(message.message_id)
+        return sender == -1 or (send is not None and send.to_worker == sender)
 
     def _finish(self, graph: LocalGraph) -> None:
         gradients: dict[torch.Tensor, torch.Tensor] = {}

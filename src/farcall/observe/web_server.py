@@ -11,13 +11,13 @@ server on loopback answers only requests that name a loopback host.
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from time import monotonic
 from typing import Any, BinaryIO, Final, NamedTuple, TypeAlias
-from urllib.parse import urlsplit
 
 from farcall.runtime.rendezvous.addresses import is_loopback
 from farcall.transport.descriptors import close_in_children
@@ -210,12 +210,13 @@ class _Handler(BaseHTTPRequestHandler):
         logger.debug("web: a request from %s", self.client_address[0])
 
 
+_HOST: Final = re.compile(r"(?:\[([0-9a-f:]+)\]|([a-z0-9.-]+))(?::[0-9]+)?", re.IGNORECASE)
+
+
 def names_loopback(host: str) -> bool:
     """Does the header ``Host`` name this machine by a loopback name?"""
-    try:
-        return is_loopback(urlsplit(f"//{host}").hostname or "")
-    except ValueError:
-        return False
+    found = _HOST.fullmatch(host)
+    return found is not None and is_loopback(found[1] or found[2])
 
 
 _ELSEWHERE: Final = Answer(b"this is served to loopback names only, such as http://127.0.0.1\n", status=403)

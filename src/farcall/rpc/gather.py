@@ -88,6 +88,8 @@ class _Gathers:
         me = self._node.me
         if group[0] != (me.info.name, me.incarnation):
             raise PeerDead(f"{me.info.name} has restarted since {name} met it", Delivery.NOT_SENT)
+        if name not in (member for member, _ in group):
+            raise RpcError(f"{name} is not one of the workers of this gather")
         with self._lock:
             failure = self._failed.get((group, number))
             if failure is not None:

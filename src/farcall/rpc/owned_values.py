@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic
@@ -34,6 +35,7 @@ from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.results import Later, MarkedResult, StoredFailure, is_async_execution
 from farcall.runtime.calls.run_inline import QUICK_S
+from farcall.runtime.calls.scope import CURRENT
 from farcall.runtime.calls.serving import Request, Server
 from farcall.runtime.calls.turns import Turns
 from farcall.runtime.devices.streams import Stamp, stamp
@@ -169,7 +171,8 @@ class OwnedValues:
 
     def __init__(self, here: WorkerInfo) -> None:
         self._here = here
-        self._asked: dict[int, set[int]] = {}  # by creator: references that members ask for before its calls came
+        self._asked: dict[RefId, int] = {}  # references asked for before they were created, and the first who asked
+        self._askers: Counter[int] = Counter()  # by member: how many of these
         self._last_created: dict[int, int] = {}  # by creator: the newest reference whose creating call is accounted for
         self.places: dict[RefId, Owned] = {}
 
@@ -184,15 +187,25 @@ class OwnedValues:
         """The call that creates ``ref`` has come, or will never come."""
         if ref.local_id > self._last_created.get(ref.created_on, -1):
             self._last_created[ref.created_on] = ref.local_id
-        if self._asked and ref.created_on in self._asked:
-            self._asked[ref.created_on].discard(ref.local_id)
+        if self._asked:
+            self._no_more_asked(ref)
 
-    def await_creation(self, ref: RefId) -> None:
-        """Somebody asks for ``ref``, whose creating call has not come; raises where too many do."""
-        asked = self._asked.setdefault(ref.created_on, set())
-        if len(asked) >= MOST_AWAITED:
-            raise ReferenceLost(f"more than {MOST_AWAITED} values are asked for here that nobody has created")
-        asked.add(ref.local_id)
+    def await_creation(self, ref: RefId, asker: int) -> None:
+        """``asker`` asks for ``ref``, whose creating call has not come; raises where it has asked for too many."""
+        if self._askers[asker] >= MOST_AWAITED:
+            raise ReferenceLost(f"you ask for more than {MOST_AWAITED} values that nobody has created")
+        if ref not in self._asked:
+            self._asked[ref] = asker
+            self._askers[asker] += 1
+
+    def take(self, ref: RefId) -> Owned | None:
+        """Remove a value to which nobody refers. None: it has no place; or somebody waits for its creation."""
+        return None if ref in self._asked else self.places.pop(ref, None)
+
+    def _no_more_asked(self, ref: RefId) -> None:
+        asker = self._asked.pop(ref, None)
+        if asker is not None:
+            self._askers[asker] -= 1
 
     def may_come(self, ref: RefId) -> bool:
         """May the call that creates ``ref`` still come? It is newer than every call accounted for from its creator."""
@@ -216,7 +229,8 @@ class OwnedValues:
     def abandon(self, creator: int, is_listed: Callable[[RefId], bool]) -> list[Owned]:
         """``creator`` died: remove and fail values whose creating call never came. Listed values are being made."""
         abandoned = []
-        self._asked.pop(creator, None)
+        for ref in [ref for ref in self._asked if ref.created_on == creator]:
+            self._no_more_asked(ref)
         for ref, owned in self.places.copy().items():
             if not owned.ready and ref.created_on == creator and not is_listed(ref):
                 abandoned.append(self.places.pop(ref))
@@ -293,7 +307,16 @@ def find_owned(created_on: int, local_id: int) -> Owned:
     assert node is not None
     references: NodeReferences = node.server.references  # type: ignore[assignment]  # which knows a part of it
     ref = RefId(created_on, local_id)
-    return references.places.get(ref) or references.find(ref)
+    owned = references.places.get(ref)
+    return owned if owned is not None and owned.ready else references.find(ref, _caller())
+
+
+def _caller() -> int:
+    """The number of the member whose question is served."""
+    scope = CURRENT.get()
+    assert scope is not None
+    assert isinstance(scope.served, Request)
+    return scope.served.peer.number
 
 
 def fetch(created_on: int, local_id: int) -> Any:

@@ -265,7 +265,7 @@ class NodeReferences:
                 self._timer.at(self._deferred.add(peer, frame, monotonic()))
                 return False
             try:
-                owned = self.find(ref)
+                owned = self.find(ref, peer.number)
             except ReferenceLost:
                 return True  # the request itself fails with this error when it runs
             is_new = owned.turns is None
@@ -325,21 +325,21 @@ class NodeReferences:
 
     # ------------------------------------------------------------------ references are used
 
-    def find(self, ref: RefId) -> Owned:
-        """Return the value that a member asks for, or its pending place if its creating call may still come."""
+    def find(self, ref: RefId, asker: int) -> Owned:
+        """Return the value that ``asker`` asks for, or its pending place if its creating call may still come."""
         with self._lock:
             owned = self.places.get(ref)
-            if owned is None:
+            if owned is None or not owned.ready:
                 # A question may overtake the creating call. No link reorders messages, but injected faults do.
                 creator = ref.created_on
                 may_come = creator != self._machine.me and creator not in self._lost and self._values.may_come(ref)
-                if not may_come and not self._machine.lists(ref):
+                if owned is None and not may_come and not self._machine.lists(ref):
                     raise ReferenceLost(
                         f"{self.node.info.name} has no value {ref.created_on}:{ref.local_id}: its last "
                         "reference was dropped, or a shutdown dropped all"
                     )
                 if may_come:
-                    self._values.await_creation(ref)
+                    self._values.await_creation(ref, asker)
                 owned = self._values.place(ref)
         return owned
 
@@ -436,7 +436,7 @@ class NodeReferences:
         freed: list[Owned] = []
         for effect in effects:
             if effect.__class__ is FreeValue:
-                owned = self.places.pop(effect.ref, None)
+                owned = self._values.take(effect.ref)
                 if owned is not None:
                     freed.append(owned)
             elif effect.__class__ is Send:

@@ -63,6 +63,8 @@ _fill_dtype_tables()
 _frombuffer = torch.frombuffer
 _TypedStorage: Any = torch.TypedStorage
 _set_state: Any = torch._utils._set_obj_state
+_set_negative: Any = torch._C._set_neg
+_set_conjugate: Any = torch._C._set_conj
 
 
 @seed
@@ -330,12 +332,13 @@ def _view_of(
 
 def _finish(decoding: Decoding, tensor: torch.Tensor, flags: int) -> torch.Tensor:
     if flags:
+        # In place: each view that torch makes of a tensor takes a kilobyte, for a message's few bytes.
         if flags & NEGATIVE:
-            tensor = torch._neg_view(tensor)
-        if flags & CONJUGATE:
-            tensor = torch.conj(tensor)
+            _set_negative(tensor, True)
+        if flags & CONJUGATE and tensor.is_complex():
+            _set_conjugate(tensor, True)
         if flags & REQUIRES_GRAD:
-            tensor = tensor.detach().requires_grad_(True) if flags != REQUIRES_GRAD else tensor.requires_grad_(True)
+            tensor.requires_grad_(True)
     if decoding.tensors is not None:
         decoding.tensors.append(tensor)
     return tensor

@@ -137,7 +137,7 @@ class Layout(msgspec.Struct, array_like=True, frozen=True, dict=True):
 
     def dtype_of(self, place: TensorPlace) -> torch.dtype:
         """The torch dtype of a tensor in this layout."""
-        dtype = getattr(torch, place.dtype, None)
+        dtype = vars(torch).get(place.dtype)  # not getattr, which may import
         if not isinstance(dtype, torch.dtype):
             raise SerializationError(f"{place.name} has the dtype {place.dtype!r}, which this torch does not know")
         return dtype

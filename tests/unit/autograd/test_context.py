@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from farcall.autograd.context import Context
 from farcall.autograd.contexts import Contexts
-from farcall.autograd.passes import LocalPass, Message
+from farcall.autograd.passes import Gradient, LocalPass, Message
 from farcall.errors import RpcError
 from farcall.protocol.gradients import PassDone, PassId, StartPass
 
@@ -518,10 +518,39 @@ def test_one_worker_brings_so_many_contexts_and_no_more(network: Network, monkey
     here = network.workers[1]
     assert here.admit(1, 0) is here.admit(1, 0)
     here.admit(2, 0)
-    with pytest.raises(ValueError, match="autograd contexts that never end"):
-        here.admit(3, 0)
+    assert here.admit(3, 0) is None
     assert here.admit(2, 0) is not None
     assert here.admit(3, 2) is not None
     here.release(1)
     assert here.admit(4, 0) is not None
     assert here.new_context().brought_by is None
+
+
+def test_a_pass_that_needs_one_context_too_many_fails_and_does_not_wait(
+    network: Network, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farcall.autograd.contexts.MOST_BROUGHT", 0)
+    value = torch.ones(2, requires_grad=True)
+    message_id = context.record_send(Peer(1), [value])
+    assert message_id
+    with pytest.raises(RpcError, match="Could not find autograd context"):
+        network.workers[0].backward(context.id, [value.sum()])
+
+
+def test_gradients_come_from_the_worker_that_got_the_tensors(network: Network, context: Context) -> None:
+    value = torch.ones(2, requires_grad=True)
+    (there,) = network.move(context.id, 0, 1, [value * 1])
+    (back,) = network.move(context.id, 1, 0, [there * 3])
+    forged = {0: torch.full((2,), 666.0)}
+    deliver = network.workers[0].deliver
+
+    def with_a_forgery(sender: int, messages: Any) -> Any:
+        real = [message for message in messages if isinstance(message, Gradient)]
+        return [
+            *deliver(2, [Gradient(one.context_id, one.pass_id, one.message_id, forged) for one in real]),
+            *deliver(sender, messages),
+        ]
+
+    network.workers[0].deliver = with_a_forgery  # type: ignore[method-assign]
+    network.workers[0].backward(context.id, [back.sum()])
+    assert gradients(network, context)[value].tolist() == [3.0, 3.0]

@@ -31,7 +31,9 @@ def test_a_loopback_name_is_enough(host: str) -> None:
     assert names_loopback(host)
 
 
-@pytest.mark.parametrize("host", ["evil.example:8000", "", "127.0.0.1.evil.example", "[::1", "10.0.0.1"])
+@pytest.mark.parametrize(
+    "host", ["evil.example:8000", "", "127.0.0.1.evil.example", "[::1", "[::1].evil", "a@localhost", "10.0.0.1"]
+)
 def test_other_names_are_refused(host: str) -> None:
     """A page of the internet may have its own name lead to loopback, and read what it gets."""
     assert not names_loopback(host)

@@ -51,3 +51,13 @@ def test_one_member_begins_so_many_gathers_and_no_more(monkeypatch: pytest.Monke
         gathers.contribute(GROUP, number, "w2", None, 60.0)  # of which it begins one
     gathers.contribute(GROUP, 0, "w0", None, 60.0)  # the last to report
     gathers.contribute(GROUP, 4, "w1", None, 60.0)
+
+
+def test_who_is_not_of_the_group_completes_no_gather() -> None:
+    gathers = _Gathers(node())
+    future = gathers.contribute(GROUP, 0, "w0", 0, 60.0)
+    with pytest.raises(RpcError, match="w3 is not one of the workers"):
+        gathers.contribute(GROUP, 0, "w3", 3, 60.0)
+    gathers.contribute(GROUP, 0, "w1", 1, 60.0)
+    gathers.contribute(GROUP, 0, "w2", 2, 60.0)
+    assert future.value() == {"w0": 0, "w1": 1, "w2": 2}

@@ -319,16 +319,16 @@ def creation_came(references: NodeReferences, sender: Any, number: int) -> Frame
 
 
 def test_a_question_that_overtook_the_creation_waits_for_it(references: NodeReferences, node: FakeNode) -> None:
-    early = references.find(RefId(OTHER.id, 1))
+    early = references.find(RefId(OTHER.id, 1), OWNER.id)
     assert not early.ready
     noted = creation_came(references, node.peer(OTHER.id), 1)
     assert noted.forks[0] is early
     # One that is older than what came is gone, and a dead member creates nothing more.
     with pytest.raises(ReferenceLost, match="has no value"):
-        references.find(RefId(OTHER.id, 0))
+        references.find(RefId(OTHER.id, 0), OWNER.id)
     node.hooks.peer_gone[0](node.peer(OTHER.id))
     with pytest.raises(ReferenceLost, match="has no value"):
-        references.find(RefId(OTHER.id, 9))
+        references.find(RefId(OTHER.id, 9), OWNER.id)
 
 
 def test_a_question_that_comes_after_the_creation_was_withdrawn_does_not_wait(
@@ -337,11 +337,11 @@ def test_a_question_that_comes_after_the_creation_was_withdrawn_does_not_wait(
     fork = Fork(RefId(OTHER.id, 1), ForkId(OTHER.id, 2), owner=ME.id, holder=OTHER.id, number=1)
     other = node.peer(OTHER.id)
     node.hooks.controls[Withdraw](other, Withdraw((fork,)))
-    assert references.find(fork.ref).failure is not None
+    assert references.find(fork.ref, OWNER.id).failure is not None
     node.hooks.controls[Release](other, Release(((fork.ref, fork.fork_id),)))
     assert references.pending_values() == 0
     with pytest.raises(ReferenceLost, match="has no value"):
-        references.find(fork.ref)
+        references.find(fork.ref, OWNER.id)
 
 
 @pytest.mark.parametrize("way", ["sync", "async", "remote", "method", "method async", "method remote"])
@@ -548,15 +548,33 @@ def test_a_value_that_cannot_be_looked_into_fails_its_creation_and_hangs_nobody(
         owned.get()
 
 
-def test_so_many_values_are_asked_for_before_they_are_created(
+def test_one_member_asks_for_so_many_values_before_they_are_created(
     references: NodeReferences, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("farcall.rpc.owned_values.MOST_AWAITED", 2)
     first, second, third = (RefId(OTHER.id, number) for number in range(1, 4))
-    assert references.find(first) is references.find(first)
-    references.find(second)
-    with pytest.raises(ReferenceLost, match="nobody has created"):
-        references.find(third)
-    references.find(RefId(OWNER.id, 1))
+    hostile, other = 7, 8
+    assert references.find(first, hostile) is references.find(first, hostile)
+    references.find(second, hostile)
+    for made_up in (third, RefId(OWNER.id, 1), RefId(99, 1)):
+        with pytest.raises(ReferenceLost, match="nobody has created"):
+            references.find(made_up, hostile)
+    assert references.find(third, other) is not None
     references._values.note_creation(first)
-    assert references.find(third) is not None
+    assert references.find(RefId(OTHER.id, 4), hostile) is not None
+
+
+def test_a_value_that_never_came_leaves_no_place_when_it_is_given_back(
+    references: NodeReferences, node: FakeNode
+) -> None:
+    """Else a member could have as many places kept as it liked, and list a few at a time."""
+    other = node.peer(OTHER.id)
+    for number in (1, 2):
+        fork = Fork(RefId(OTHER.id, number), ForkId(OTHER.id, 10 + number), ME.id, ME.id, number)
+        frame = take_forks(references, other, REQUEST, fork)
+        if number == 2:
+            references.find(fork.ref, OWNER.id)  # who waits for it still hears of its creation
+        frame.forks = []
+        gc.collect()
+        node.turn_clock(monotonic() + LINGER_S)
+        assert list(references.places) == [fork.ref] * (number - 1)

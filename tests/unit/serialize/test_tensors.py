@@ -325,3 +325,18 @@ def test_deep_copies_elsewhere_are_untouched():
 def test_elements_stay_as_aligned_as_they_were():
     received = over_the_wire((torch.zeros(1 << 16)[20:40_000], {1}))[0]  # with a set, which goes by pickle
     assert received.storage_offset() * received.element_size() == 20 * 4 % 64
+
+
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view, lambda x: torch._neg_view(x.conj())])
+def test_negative_and_conjugate_tensors_arrive_as_one_tensor_each(view):
+    """Not as views of others, which take a kilobyte each: a message of a megabyte had half a gigabyte of them."""
+    x = torch.tensor([1 + 2j, 3 - 4j])
+    for requires_grad in (False, True):
+        (found,) = over_the_wire([view(x).detach().requires_grad_(requires_grad)])
+        assert torch.equal(found.detach(), view(x))
+        assert (found.is_neg(), found.is_conj(), found.requires_grad) == (
+            view(x).is_neg(),
+            view(x).is_conj(),
+            requires_grad,
+        )
+        assert found._base is None

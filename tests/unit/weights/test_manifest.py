@@ -127,3 +127,10 @@ def test_tensors_at_equal_distances_are_made_together(private_names: bool, monke
     assert made["empty"].shape == (0, 3)
     made["t0"].mul_(torch.full((2, 3), 2.0, requires_grad=True))
     assert made["t0"].requires_grad
+
+
+def test_the_name_of_a_dtype_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__getattr__", lambda name: pytest.fail(f"it looked for torch.{name}"))
+    place = TensorPlace("x", ("x",), "_inductor", (1,), (1,), 0, 0)
+    with pytest.raises(SerializationError, match="_inductor"):
+        Layout([Storage(0, 0, 64)], [place], [((), "dict")], []).check()

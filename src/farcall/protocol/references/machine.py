@@ -263,7 +263,8 @@ class References:
     def receive(self, fork: Fork, sender: int) -> bool:
         """Take a fork that arrived from ``sender``. Each True needs one ``Dropped`` or ``released.append`` later.
 
-        False: a duplicate; or ``sender`` or the owner is dead or unknown, and every use raises ``ReferenceLost``.
+        False: a duplicate; or ``sender`` or the owner is dead or unknown, or too many values are awaited here. Every
+        use raises ``ReferenceLost``.
         """
         if not self._reaches(sender) or not self._arrived(sender, fork.number):
             return False
@@ -275,8 +276,8 @@ class References:
         if fork.owner != self.me:
             self._user.hold_received(fork, sender)
         elif sender != self.me:
-            self._owner.list_fork(fork, sender)
             self._outbox.put(Accept, sender, fork.fork_id)
+            return self._owner.list_fork(fork, sender)
         return True
 
     def _reaches(self, member: int) -> bool:

@@ -148,7 +148,7 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class FreeValue(msgspec.Struct, frozen=True):
-    """Nobody refers to ``ref`` any more: free its value, or drop it when the creating call ends."""
+    """Nobody refers to ``ref`` any more: free its value, or its place, or drop it when the creating call ends."""
 
     ref: RefId
 

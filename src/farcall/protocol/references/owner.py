@@ -16,8 +16,7 @@ and is made anew for a holder that registers later.)
     any           forked, Register, a fork comes home        the same   fork listed, Confirm to the registrar
     any           Release by its holder, or dropped here     the same   fork struck off
     any           the round about a dead holder is over      the same   its forks struck off
-    created       no fork is listed                          (unknown)  FreeValue
-    awaited       no fork is listed                          (unknown)
+    any           no fork is listed                          (unknown)  FreeValue; if it never came, of its place
 """
 
 from __future__ import annotations
@@ -112,15 +111,16 @@ class OwnerSide:
             self._awaited[owned.listed_by] -= 1
             owned.listed_by = _NOBODY
 
-    def list_fork(self, fork: Fork, sender: int) -> None:
+    def list_fork(self, fork: Fork, sender: int) -> bool:
         """List a fork that ``fork.holder`` holds or will receive; the creation itself may still be in transit.
 
-        ``sender``: the member that says so. Raises ``ValueError`` where it has listed too many that nobody created.
+        ``sender``: the member that says so. False: it has listed too many that nobody created, and this one is not
+        kept. No error, which would end its link: it may only pass on what a third member made up.
         """
         owned = self._owned.get(fork.ref)
         if owned is None:
             if self._awaited[sender] >= MOST_AWAITED:
-                raise ValueError(f"it refers to more than {MOST_AWAITED} values that nobody has created")
+                return False
             self._awaited[sender] += 1
             owned = self._owned[fork.ref] = _Owned(created=False, listed_by=sender)
             creator = fork.ref.created_on
@@ -130,6 +130,7 @@ class OwnerSide:
                 owned.created = True
                 self._outbox.effects.append(NeverCreated(fork.ref))
         owned.holders.setdefault(fork.fork_id, fork.holder)
+        return True
 
     def holds(self, held: Fork) -> bool:
         """Is ``held`` listed here as held by this very member?"""
@@ -150,8 +151,7 @@ class OwnerSide:
     def _forget(self, ref: RefId, owned: _Owned) -> None:
         del self._owned[ref]
         self._count_as_made(owned)
-        if owned.created:
-            self._outbox.effects.append(FreeValue(ref))
+        self._outbox.effects.append(FreeValue(ref))
 
     # --- messages ----------------------------------------------------------------------------------------
 
