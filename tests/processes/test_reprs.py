@@ -38,8 +38,13 @@ def test_a_node_and_its_futures(tmp_path: Path) -> None:
         bounded = node.rpc_async("w0", wait_for_gate, timeout=500)
         assert repr(bounded).startswith("<Future of wait_for_gate() on 'w0': pending, ")
         assert repr(bounded).endswith(" s left>")
+        both = farcall.gather(future, bounded)
+        assert repr(both) == "<Gathered of 2 futures: pending>"
         GATE.set()
         assert future.wait() == bounded.wait() == [1]
+        assert both.wait() == ([1], [1])
+        assert repr(both) == "<Gathered of 2 futures: done, tuple>"
+        assert repr(future.then(int)).startswith("<DerivedFuture: ")
         assert repr(future) == "<Future of wait_for_gate() on 'w0': done, list>"
         failed = node.rpc_async("w0", int, args=("x",))
         with pytest.raises(ValueError):

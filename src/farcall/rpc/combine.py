@@ -44,6 +44,9 @@ class Gathered(DerivedFuture[T]):
         for future in futures:
             future.when_done(Tell(self._on_done, future))
 
+    def __repr__(self) -> str:
+        return f"<Gathered of {len(self._futures)} futures: {self._state()}>"
+
     def _on_done(self, future: Outcome[Any]) -> None:
         failure = future.exception()
         with self._lock:

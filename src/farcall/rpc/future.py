@@ -72,15 +72,8 @@ class Future(Outcome[T], PendingCall):
         self.call_id = 0
 
     def __repr__(self) -> str:
-        # Never the value itself: it may be large, and its repr may run any code.
-        if not self.done():
-            state = f"pending, {max(0.0, self.deadline - monotonic()):.3g} s left" if self.timeout_s else "pending"
-        else:
-            try:
-                state = f"done, {type(torch.futures.Future.wait(self)).__name__}"
-            except BaseException as error:
-                state = f"failed, {type(error).__name__}: {error}"
-        return f"<Future of {name_of(self.what)}() on {self.peer.info.name!r}: {state}>"
+        left = f", {max(0.0, self.deadline - monotonic()):.3g} s left" if self.timeout_s and not self.done() else ""
+        return f"<Future of {name_of(self.what)}() on {self.peer.info.name!r}: {self._state()}{left}>"
 
     def wait(self, timeout: float | None = None) -> T:
         """Block until the call is done; return its result or raise its error.

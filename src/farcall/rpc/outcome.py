@@ -113,6 +113,18 @@ class Outcome(torch.futures.Future[T]):
     _node: Runtime | None = None
     """The node whose workers run the callbacks that its readers must not run."""
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._state()}>"
+
+    def _state(self) -> str:
+        """Never the value itself: it may be large, and its repr may run any code."""
+        if not self.done():
+            return "pending"
+        try:
+            return f"done, {type(torch.futures.Future.wait(self)).__name__}"
+        except BaseException as error:
+            return f"failed, {type(error).__name__}: {error}"
+
     def result(self, timeout: float | None = None) -> T:
         """Wait; return the result or raise the error. After ``timeout`` seconds without one, raise ``TimeoutError``."""
         return self.wait(timeout)
