@@ -19,18 +19,20 @@ import pytest
 import torch
 from tests.faults.namespaces import enter
 from tests.fuzz.proxy import Connect, Place, Proxy, divert, places
+from tests.kit.team import team
 from tests.kit.times import LONG_S, PATIENT
 
 import farcall
 from farcall.cli.certificates import make_certificates
 from farcall.errors import RpcError
-from farcall.observe.observer import send_all
+from farcall.observe.observer import Observer, send_all
 from farcall.options import TlsOptions
 from farcall.protocol.handshake import _proof, _root_key
-from farcall.protocol.hello import HEADER, Kind, RefusalReason, Side, message_of, observer_key, refuse
+from farcall.protocol.hello import HEADER, Kind, RefusalReason, Refused, Side, message_of, observer_key, refuse
+from farcall.runtime.node import runtime_of
 from farcall.testing.cluster import finish, start_processes
 from farcall.transport.interface import Transport, TransportError
-from farcall.transport.tcp import TcpTransport
+from farcall.transport.tcp import TcpTransport, format_tcp, parse_tcp
 from farcall.transport.tls import Tls
 
 SECRET = "what the relay does not have, and never sees"
@@ -199,3 +201,23 @@ def test_a_relay_with_a_certificate_reads_no_call(of: str, tmp_path: Path) -> No
         assert "certificate of this node" in log or of == "another authority"
         assert "names relay.example" in second or of == "another authority"
     assert "w1" in first
+
+
+def test_a_relay_between_an_observer_and_a_member_reads_no_question(caplog: pytest.LogCaptureFixture) -> None:
+    """As `farcall top` and `farcall stacks` connect to a member elsewhere."""
+    relay = Relay(Tls(None), b"")
+    with team([None], 1, transports=("tcp",), advertise="127.0.0.1", secret=SECRET) as [node]:
+        options = farcall.RpcBackendOptions(secret=SECRET)
+        (address,) = runtime_of(node).addresses
+        with Observer.connect_with_secret(address, options) as observer:
+            assert observer.snapshots(LONG_S).answers
+        listening = socket.create_server(("127.0.0.1", 0))
+        relay.serve(listening, lambda near: lambda: socket.create_connection(parse_tcp(address)))
+        relay.open()
+        try:
+            with pytest.raises(Refused, match="secret"):
+                Observer.connect_with_secret(format_tcp(*listening.getsockname()), options)
+        finally:
+            relay.close()
+    assert relay.read, "it was not even there"
+    assert "could not prove the cluster's secret" in caplog.text
