@@ -25,6 +25,7 @@ from farcall.options import MembershipOptions, ObservingOptions, RpcBackendOptio
 from farcall.protocol.hello import observer_key
 from farcall.protocol.membership.events import LinkGivenUp
 from farcall.protocol.membership.messages import Gossip, Obituary, Status, Update
+from farcall.protocol.messages import DevicesMapped
 from farcall.protocol.observing import HIDDEN, Ask, Told
 from farcall.protocol.references.messages import Fork, Inquire, Register, Withdraw
 from farcall.protocol.weights.messages import BlockOffered, Claim, ClaimAnswered, NameClosed, VersionPushed
@@ -280,3 +281,15 @@ def test_blocks_that_are_offered_without_end_end_the_link(published: Any, monkey
     assert not weights(reader).subscriptions._refused
     newest = publication.push()
     wait_until(lambda: subscription.version == newest)
+
+
+def test_a_map_of_devices_that_makes_no_sense_is_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dynamic_team(3, tmp_path) as (hostile, one, other):
+        runtime(hostile).peer("w1").control(DevicesMapped([("nonsense", "cuda:0")], False))
+        wait_until(lambda: [worker.name for worker in one.members()] == ["w1", "w2"])
+        assert other.rpc_sync("w1", name_of_callee) == "it was called"
+    (said,) = [record for record in caplog.records if "cannot read a message from w0" in record.getMessage()]
+    assert said.exc_info is None
+    assert "no device" in said.getMessage()

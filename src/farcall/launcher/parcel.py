@@ -36,7 +36,8 @@ from farcall.rpc.handles import Worker
 logger: logging.Logger = logging.getLogger("farcall")
 
 SECRETS = (
-    *(".env", ".env.*", "*.key", "*.pem", "*.p12", "*.pfx", ".netrc", ".pypirc", ".git-credentials"),
+    *(".env", ".env.*", ".envrc", "*.key", "*.pem", "*.ppk", "*.p12", "*.pfx", ".netrc", ".pypirc", ".git-credentials"),
+    *("id_rsa.*", "id_dsa.*", "id_ecdsa.*", "id_ed25519.*"),  # copies, too
     *(".ssh", ".gnupg", ".aws", ".kube"),
 )
 """Files and directories that are not sent, whatever ``.gitignore`` says; so are private keys of SSH (``id_rsa``)."""

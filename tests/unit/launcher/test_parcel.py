@@ -42,13 +42,14 @@ def test_what_gitignore_names_stays(project: Path) -> None:
 def test_known_secrets_stay_and_it_is_said(project: Path, caplog: pytest.LogCaptureFixture) -> None:
     kept = [".gitignore", "package/id_map.py", "package/keys.py", "package/module.py", "package/environment"]
     secret = [".env", ".env.local", "id_ed25519", "package/Server.PEM", "package/ca.key", ".aws/credentials", ".netrc"]
+    secret += ["id_rsa.old", "deploy.ppk", ".envrc"]
     for name in kept[1:] + secret:
         (project / name).parent.mkdir(exist_ok=True)
         (project / name).touch()
     assert names(Parcel(str(project))) == sorted(kept)
     [said] = caplog.messages
     assert ": .aws/credentials, .env, .env.local, " in said
-    assert "and 2 more" in said
+    assert "and 5 more" in said
 
 
 def test_the_name_is_of_the_content_alone(project: Path) -> None:

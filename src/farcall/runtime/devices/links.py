@@ -402,4 +402,7 @@ class LocalDeviceLink(DeviceLink):
 
 
 def _as_devices(pairs: Mapping[str, str]) -> dict[torch.device, torch.device]:
-    return {torch.device(source): torch.device(target) for source, target in pairs.items()}
+    try:
+        return {torch.device(source): torch.device(target) for source, target in pairs.items()}
+    except RuntimeError as error:  # a peer's map: malformed, like any other message
+        raise ValueError(f"it maps what is no device: {str(error).splitlines()[0]}") from None
