@@ -221,6 +221,8 @@ class NodeReferences:
         refuse_references()
         machine = self._machine
         arrived: list[Any] = []
+        if notes.created is not None and notes.created.holder != peer.number:
+            raise ValueError("the message is malformed: it creates a value in the name of another")
         with self._lock:
             # Under the lock, so `_on_peer_joined` either adds the owner first or finds the message deferred.
             if any(fork.owner not in self._workers for fork in notes.forks):

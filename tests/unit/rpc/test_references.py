@@ -578,3 +578,10 @@ def test_a_value_that_never_came_leaves_no_place_when_it_is_given_back(
         gc.collect()
         node.turn_clock(monotonic() + LINGER_S)
         assert list(references.places) == [fork.ref] * (number - 1)
+
+
+def test_nobody_creates_a_value_in_the_name_of_another(references: NodeReferences, node: FakeNode) -> None:
+    """Else the other's own call with that number would count as a duplicate, and never run."""
+    with pytest.raises(ValueError, match="in the name of another"):
+        creation_came(references, node.peer(OWNER.id), 1)
+    assert creation_came(references, node.peer(OTHER.id), 1).forks
