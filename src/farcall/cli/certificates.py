@@ -40,7 +40,7 @@ def make_certificates(
     for host, given, others in (host.partition("=") for host in hosts):
         if not host or "/" in host or host in (".", "..", "ca"):
             raise SystemExit(f"{host!r} is not a valid host name")
-        known[host] = others.split(",") if given else _addresses_of(host)
+        known[host] = [other.strip() for other in others.split(",")] if given else _addresses_of(host)
         if not all(known[host]):
             raise SystemExit(f"{host}= is followed by no address: write {host}=ADDRESS, or {host}=ADDRESS,ADDRESS")
         if not known[host]:
@@ -49,12 +49,12 @@ def make_certificates(
                 f"(FARCALL_ADVERTISE): if others dial one, write {host}=ADDRESS",
                 file=sys.stderr,
             )
+    named = {host: [_general_name(name) for name in dict.fromkeys((host, *known[host], *names))] for host in known}
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     authority, authority_key = _authority(directory)
     made = []
-    for host, addresses in known.items():
+    for host, alternatives in named.items():
         key = new_key()
-        alternatives = [_general_name(name) for name in dict.fromkeys((host, *addresses, *names))]
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
         both_roles = x509.ExtendedKeyUsage([x509.OID_SERVER_AUTH, x509.OID_CLIENT_AUTH])  # a member has both
         certificate = (
@@ -123,6 +123,8 @@ def _general_name(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
+        if not name.isascii():
+            raise SystemExit(f"{name!r} cannot be in a certificate: write it in ASCII") from None
         return x509.DNSName(name)
 
 

@@ -19,6 +19,15 @@ def test_a_host_that_is_none(tmp_path: Path, host: str) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("host", "name"), [("höst=10.0.0.7", "w0"), ("host0=höst", "w0"), ("host0=10.0.0.7", "wörker")]
+)
+def test_a_name_that_no_certificate_can_have(tmp_path: Path, host: str, name: str) -> None:
+    with pytest.raises(SystemExit, match=r"'(höst|wörker)' cannot be in a certificate"):
+        make_certificates(tmp_path / "new", [host], [name])
+    assert not (tmp_path / "new").exists()
+
+
 def test_files_and_who_may_read_them(tmp_path: Path) -> None:
     folder = tmp_path / "tls"
     made = make_certificates(folder, ["localhost", "10.0.0.7"], ["w0"])
@@ -51,7 +60,7 @@ def test_addresses_that_members_advertise_may_be_named(
     """A host's own name is often an address of loopback, or unknown elsewhere."""
     found = {"host1": ["10.0.0.8", "127.0.1.1"], "host2": ["127.0.1.1"]}
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [(0, 0, 0, "", (at, 0)) for at in found[host]])
-    made = make_certificates(tmp_path, ["host0=10.0.0.7,10.1.0.7", "host1", "host2"])
+    made = make_certificates(tmp_path, ["host0=10.0.0.7, 10.1.0.7", "host1", "host2"])
     assert [names_in(certificate) for _, certificate, _ in made] == [
         {"host0", "10.0.0.7", "10.1.0.7"},
         {"host1", "10.0.0.8"},
