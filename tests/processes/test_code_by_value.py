@@ -353,3 +353,79 @@ def test_functions_of_a_script(installed: Installed, tmp_path: Path) -> None:
     done = installed.run(installed.python, tmp_path / "script.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines() == ["[0, 4, 8] [1, 1, 1]", "6 2", "['bump', 'quadruple']"]
+
+
+CLASSES = """
+import dataclasses
+import torch
+import farcall
+
+class Net(torch.nn.Module):
+    made = 0
+    def __init__(self):
+        super().__init__()
+        Net.made += 1
+    def forward(self, x):
+        return 2 * x
+
+@dataclasses.dataclass
+class Point:
+    x: int = 1
+
+def run(x):
+    return Net()(x), Net.made
+
+def kind():
+    global Net
+    return Net
+
+def same(one):
+    return type(one) is Point
+
+def same_net(one):
+    return one is Net
+
+def size():
+    return sum(len(known) for known in farcall.api.current_runtime().server.code._known.values())
+
+if __name__ == "__main__":
+    with farcall.launch(1) as cluster:
+        worker = cluster[0]
+        print([worker.call(run, x) for x in range(3)], worker.call(size))
+        Net.made = 5
+        print(worker.call(run, 1), worker.call(same, Point()), worker.call(same_net, Net))
+        forward = Net.forward
+        Net.forward = lambda self, x: 3 * x
+        print(worker.call(run, 1))
+        Net.forward = forward
+        print(worker.call(run, 1))
+        Net.forward = lambda self, x: 4 * x
+        print(worker.call(same_net, Net))
+        Net.forward = forward
+        print(worker.call(run, 1))
+        print([worker.create(Point, x).to_here().x for x in (1, 2)], worker.call(Point, 3))
+
+        class Net(torch.nn.Module):
+            made = 0
+            def forward(self, x):
+                return 7 * x
+
+        print(worker.call(run, 1))
+"""
+
+
+@needs_cloudpickle
+def test_classes_of_a_script_travel_once_and_are_never_stale(installed: Installed, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CLASSES)
+    done = installed.run(installed.python, tmp_path / "script.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines() == [
+        "[(0, 1), (2, 1), (4, 1)] 2",
+        "(2, 6) True True",
+        "(3, 6)",
+        "(2, 6)",
+        "True",
+        "(2, 6)",
+        "[1, 2] Point(x=3)",
+        "(7, 0)",
+    ]

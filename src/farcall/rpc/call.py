@@ -68,6 +68,10 @@ def encode_request(
             function, values = split(func) or (b"", None)
     else:
         function = name_function(func, args or (), kwargs) or b""
+        if not function and isinstance(func, type):
+            from farcall.serialize.units import split
+
+            function, values = split(func) or (b"", None)
     if not function and not callable(func):
         raise _not_callable(func)
     if not args and not kwargs and function and values is None:

@@ -29,6 +29,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 from farcall.errors import FunctionNotFound, NotPicklable, RpcError, SerializationError
+from farcall.serialize.classes import on_sent_whole
 from farcall.serialize.context import Encoding
 from farcall.serialize.policy import REDUCERS, Reducer
 
@@ -128,6 +129,8 @@ def _dump(code: Any, reduce: Callable[[Reducer, Any], Any]) -> bytes:
         def reducer_override(self, value: Any) -> Any:
             if value.__class__ is FunctionType and (how := made(value)) is not None:
                 return how.maker, how.arguments
+            if isinstance(value, type):
+                on_sent_whole(value)
             reducer = REDUCERS.get(type(value))
             return super().reducer_override(value) if reducer is None else reduce(reducer, value)
 

@@ -1,8 +1,9 @@
 """Code by value that travels once: a function, apart from the values that it uses.
 
-A *unit* is the code of a function that no other worker can import (`code.py`), and of all such functions that it names:
-in globals, closures and attributes, cycles once. A call names the unit by the SHA-256 of its bytes. The callee asks for
-a unit that it does not have (`runtime/calls/arriving_code.py`), checks the digest itself, and keeps what it has loaded.
+A *unit* is the code of a function that no other worker can import (`code.py`), and of all such functions and classes
+that it names: in globals, closures and attributes, as methods and bases, cycles once. Or it is that of such a class. A
+call names the unit by the SHA-256 of its bytes. The callee asks for a unit that it does not have
+(`runtime/calls/arriving_code.py`), checks the digest itself, and keeps what it has loaded.
 
     what those functions have                                       travels
     code, names, annotations; modules, functions and classes by     in the unit
@@ -17,10 +18,14 @@ globals nobody else has, as if they had been unpickled; so does a function that 
 A function that farcall made of one of the program's (`Made`) travels as that one, and is made again at the callee, once
 for each unit: what it batches are the arguments of all calls, with the values of the latest.
 
-Functions that name a class by value, or a value that could hold code by value, travel whole with each call (`code.py`),
-since only one pickle keeps the identities of such parts.
+A class is one at its receiver, and so are its methods and what they name (*kept* functions), whatever calls are under
+way: these use no values but constants, which are part of the unit.
 
-Owns that split, at both ends, and the units that this process has sent. It does not know peers.
+Functions that name a value that could hold code by value, or a class whose methods use values that change, travel whole
+with each call (`code.py`), since only one pickle keeps the identities of such parts.
+
+Owns that split, of functions (of classes: `classes.py`), at both ends, and the units that this process has sent. It
+does not know peers.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType, NoneType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any, Final, cast
 from weakref import WeakValueDictionary
 
@@ -46,27 +51,36 @@ import torch
 from farcall.protocol.frames import MAX_FUNCTION_BYTES
 from farcall.serialize import policy
 from farcall.serialize.allowance import INSTALLED
+from farcall.serialize.classes import (
+    ABSENT,
+    SCALARS,
+    Anatomy,
+    anatomy_of,
+    is_constant,
+    is_current,
+    is_plain,
+    set_value,
+)
 from farcall.serialize.code import Made, goes_by_value, load_code, made
 from farcall.serialize.functions import BY_VALUE, DIGEST_BYTES
 
-_GLOBAL, _CELL, _ATTRIBUTE, _DEFAULTS, _KEYWORD_DEFAULTS = range(5)
+_GLOBAL, _CELL, _ATTRIBUTE, _DEFAULTS, _KEYWORD_DEFAULTS, _OF_CLASS = range(6)
 Place = tuple[int, int, Any]
-"""Where a value belongs: the number of the function, one of the above, and the global's or attribute's name, or the
-number of the cell."""
+"""Where a value belongs: the number of the function, or of the class, one of the above, and the global's or attribute's
+name, or the number of the cell."""
 
-_ABSENT: Final = object()
 _OF_MODULES: Final = ("__name__", "__package__", "__path__", "__file__")
 _NAMES_A_GLOBAL: Final = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL")
 _HIDES_GLOBALS: Final = {"globals", "exec", "eval"}
-_SCALARS: Final = frozenset({NoneType, bool, int, float, complex, str, bytes, bytearray, range, torch.Size})
-_CONTAINERS: Final = (tuple, list, set, frozenset)
 _IMMUTABLE: Final = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _LOGGERS: Final = (logging.Logger, logging.RootLogger)
-_MOST_DEPTH: Final = 32
 _MOST_UNITS: Final = 1024
 _MOST_REPLACED: Final = 256
 _MOST_TIMES: Final = 64
 """How often a function is taken apart again before it travels whole: its names lead elsewhere at every call."""
+
+
+_Code = FunctionType | type
 
 
 class _Whole(Exception):
@@ -86,6 +100,7 @@ class _Node(msgspec.Struct):
     fixed: list[tuple[str, Any]] = []  # globals of the unit
     callees: list[tuple[str, int]] = []  # globals that are functions of the unit
     values: list[str] = []  # globals that travel with the call
+    constants: tuple[Any, Any] | None = None  # the defaults of a kept function
     parts: list[tuple[int, Any, int, Any]] = []  # cells and attributes: the place, the role, what is there
 
 
@@ -95,22 +110,27 @@ _FIXED, _CALLEE, _VALUE = range(3)
 class Unit:
     """A function taken apart, at its sender. It holds no value that travels, and no function: only their code."""
 
-    __slots__ = ("__weakref__", "_nodes", "content", "has_values", "segment", "times")
+    __slots__ = ("__weakref__", "_classes", "_found", "_nodes", "content", "has_values", "segment", "times")
 
-    def __init__(self, nodes: list[_Node], content: bytes, root: FunctionType, has_values: bool, times: int) -> None:
+    def __init__(self, nodes: list[_Node], content: bytes, root: _Code, walk: _Walk, times: int) -> None:
         self._nodes = nodes
+        self._found: list[Any] = [None] * len(nodes)
+        for number, method in walk.methods:  # their classes keep them
+            self._found[number] = method
+        self._classes = walk.classes
         self.content: bytes = content
-        self.has_values: bool = has_values
+        self.has_values: bool = walk.stores or bool(walk.slots)
         """Are functions made for each call? Else the unit is one function."""
         self.times: int = times
         name = f"{root.__module__}\0{root.__qualname__}".encode()
         self.segment: bytes = (BY_VALUE + hashlib.sha256(content).digest() + name)[:MAX_FUNCTION_BYTES]
         """The function segment of a call."""
 
-    def gather(self, root: FunctionType) -> list[Any] | None:
+    def gather(self, root: _Code) -> list[Any] | None:
         """The values that ``root`` and its functions use now; None: it is not what was taken apart."""
-        found: list[Any] = [None] * len(self._nodes)
-        found[0] = root
+        found = self._found.copy()
+        if root.__class__ is FunctionType:
+            found[0] = root
         values: list[Any] = []
         for function, node in zip(found, self._nodes, strict=True):
             names = function.__globals__
@@ -125,21 +145,30 @@ class Unit:
             ):
                 return None
             for name, fixed in node.fixed:
-                if names.get(name, _ABSENT) is not fixed:
+                if names.get(name, ABSENT) is not fixed:
                     return None
             for name, number in node.callees:
-                if not _meets(found, number, names.get(name, _ABSENT)):
+                if not _meets(found, number, names.get(name, ABSENT)):
                     return None
             for name in node.values:
-                values.append(names.get(name, _ABSENT))
+                values.append(names.get(name, ABSENT))
             if node.parts and not _gather_parts(function, node, found, values):
                 return None
+            if node.constants is not None:
+                if node.constants != (function.__defaults__, function.__kwdefaults__):
+                    return None
+                continue
             if node.has_defaults:
                 values.append(function.__defaults__)
             if node.has_keyword_defaults:
                 values.append(function.__kwdefaults__)
+        for one, anatomy in self._classes:
+            if not is_current(one, anatomy):
+                return None
+            for name in anatomy.values:
+                values.append(vars(one).get(name, ABSENT))
         for value in values:
-            if value.__class__ not in _SCALARS and not _is_plain(value):
+            if value.__class__ not in SCALARS and not is_plain(value):
                 return None
         return values
 
@@ -153,7 +182,7 @@ def _meets(found: list[Any], number: int, value: Any) -> bool:
 
 def _gather_parts(function: FunctionType, node: _Node, found: list[Any], values: list[Any]) -> bool:
     for kind, key, role, what in node.parts:
-        value = _contents(function, key) if kind == _CELL else function.__dict__.get(key, _ABSENT)
+        value = _contents(function, key) if kind == _CELL else function.__dict__.get(key, ABSENT)
         if role == _VALUE:
             values.append(value)
         elif not (value is what if role == _FIXED else _meets(found, what, value)):
@@ -166,28 +195,33 @@ def _contents(function: FunctionType, number: int) -> Any:
     try:
         return function.__closure__[number].cell_contents
     except ValueError:
-        return _ABSENT
+        return ABSENT
 
 
 # ---------------------------------------------------------------------- at the sender
 
 _Key = tuple[int, str, bool]
 """The id of a function's code, its name, and is it what the program calls? Else farcall made that of it."""
-_units: dict[_Key, Unit | CodeType] = {}  # a CodeType: functions that travel whole
+_units: dict[_Key, Unit | CodeType | type] = {}  # no Unit: they travel whole
 _sent: WeakValueDictionary[bytes, Unit] = WeakValueDictionary()
 _replaced: deque[Unit] = deque(maxlen=_MOST_REPLACED)  # a callee may still ask for them
 
 
-def split(function: FunctionType) -> tuple[bytes, list[Any] | None] | None:
+def split(function: _Code) -> tuple[bytes, list[Any] | None] | None:
     """The function segment that names the unit of ``function``, and the values to send; None: it travels whole.
 
     No list: the unit is one function, and the call has arguments only.
     """
-    how = made(function) if function.__dict__ else None
-    own = function if how is None else how.arguments[0]
-    if own.__class__ is not FunctionType:
-        return None
-    key = (id(own.__code__), own.__qualname__, how is None)
+    how = None
+    own: Any = function
+    if function.__class__ is FunctionType:
+        how = made(function) if function.__dict__ else None
+        own = function if how is None else how.arguments[0]
+        if own.__class__ is not FunctionType:
+            return None
+        key = (id(own.__code__), own.__qualname__, how is None)
+    else:
+        key = (id(own), own.__qualname__, True)
     unit = _units.get(key)
     if unit.__class__ is Unit:
         values = unit.gather(own)
@@ -201,11 +235,14 @@ def split(function: FunctionType) -> tuple[bytes, list[Any] | None] | None:
 
 
 def _split_anew(
-    function: FunctionType, how: Made | None, key: _Key, before: Unit | None
+    function: _Code, how: Made | None, key: _Key, before: Unit | None
 ) -> tuple[bytes, list[Any] | None] | None:
     from farcall.serialize.advice import advise
 
-    advise(function)
+    if not isinstance(function, type):
+        advise(function)
+    elif not is_by_value(function):
+        return None
     if len(_units) >= _MOST_UNITS:
         _units.clear()
     times = 0 if before is None else before.times + 1
@@ -214,7 +251,7 @@ def _split_anew(
             raise _Whole
         unit = _take_apart(function, how, times)
     except _Whole:
-        _units[key] = function.__code__  # which keeps the id in the key its own
+        _units[key] = function if isinstance(function, type) else function.__code__  # the id in the key stays its own
         return None
     if before is not None:
         _replaced.append(before)
@@ -230,33 +267,73 @@ def content_of(digest: bytes) -> bytes:
 
 
 class _Walk:
-    """A function being taken apart. Mutable: everything grows as names are followed."""
+    """A function or class being taken apart. Mutable: everything grows as names are followed.
 
-    def __init__(self, root: FunctionType) -> None:
-        self.functions: list[FunctionType] = [root]
-        self.numbers: dict[int, int] = {id(root): 0}
+    ``kept``: the ids of functions that an earlier walk found to be methods, or used by methods.
+    """
+
+    def __init__(self, root: _Code, kept: frozenset[int]) -> None:
+        self.functions: list[FunctionType] = []
+        self.numbers: dict[int, int] = {}
+        self.kept: set[int] = set(kept)
+        self.methods: list[tuple[int, FunctionType]] = []
+        self.classes: list[tuple[type, Anatomy]] = []
         self.spaces: dict[int, int] = {}
         self.edges: list[tuple[Place, int]] = []
         self.slots: list[Place] = []
         self.fixed: list[tuple[Place, Any]] = []
         self.stores: bool = False  # globals of its own, even if it uses no value
         self._placed: set[tuple[int, str]] = set()  # globals of a space that travel with the call already
+        if isinstance(root, type):
+            self._follow(root)
+        else:
+            self._number(root)
+
+    def is_kept(self, number: int) -> bool:
+        return id(self.functions[number]) in self.kept
+
+    def _number(self, function: FunctionType) -> int:
+        number = self.numbers.setdefault(id(function), len(self.functions))
+        if number == len(self.functions):
+            self.functions.append(function)
+        return number
+
+    def _follow(self, one: type) -> None:
+        if any(one is known for known, _ in self.classes):
+            return
+        anatomy = anatomy_of(one)
+        self.classes.append((one, anatomy))
+        try:
+            for part in anatomy.code(one):
+                if isinstance(part, FunctionType | type) and is_by_value(part):
+                    if isinstance(part, type):
+                        self._follow(part)
+                    else:
+                        self.kept.add(id(part))
+                        self.methods.append((self._number(part), part))
+        except ValueError:
+            raise _Whole from None
 
     def role(self, place: Place, value: Any) -> tuple[int, Any]:
         """How the value at ``place`` travels, and what is to be found there."""
-        if value is _ABSENT or _is_fixed(place, value):
-            if value is not _ABSENT:
+        kept = self.is_kept(place[0])
+        by_value = isinstance(value, type) and is_by_value(value)
+        if by_value:
+            self._follow(value)
+        constant = kept and not isinstance(value, FunctionType) and is_constant(value, self.functions[place[0]])
+        if by_value or constant or value is ABSENT or _is_fixed(place, value):
+            if value is not ABSENT:
                 self.fixed.append((place, value))
             return _FIXED, value
         if value.__class__ is FunctionType:
             if made(value) is not None:
                 raise _Whole  # only the function that is called
-            number = self.numbers.setdefault(id(value), len(self.functions))
-            if number == len(self.functions):
-                self.functions.append(value)
+            number = self._number(value)
+            if kept:
+                self.kept.add(id(value))
             self.edges.append((place, number))
             return _CALLEE, number
-        if not _is_plain(value):
+        if kept or not is_plain(value):
             raise _Whole
         return _VALUE, None
 
@@ -275,7 +352,7 @@ class _Walk:
             loads, stores = globals_of(function.__code__)
             self.stores = self.stores or bool(stores) or not _HIDES_GLOBALS.isdisjoint(loads)
             for name in loads:
-                role, what = self.role((number, _GLOBAL, name), function.__globals__.get(name, _ABSENT))
+                role, what = self.role((number, _GLOBAL, name), function.__globals__.get(name, ABSENT))
                 if role == _FIXED:
                     node.fixed.append((name, what))
                 elif role == _CALLEE:
@@ -290,61 +367,87 @@ class _Walk:
                 node.parts.append((kind, key, role, what))
                 if role == _VALUE:
                     self.slots.append((number, kind, key))
-            if not _is_plain([function.__defaults__, function.__kwdefaults__]):
+            if self.is_kept(number):
+                defaults = (function.__defaults__ or (), *(function.__kwdefaults__ or {}).values())
+                if not is_constant(defaults, function):
+                    raise _Whole
+                node.constants = function.__defaults__, function.__kwdefaults__ and function.__kwdefaults__.copy()
+                yield node
+                continue
+            if not is_plain([function.__defaults__, function.__kwdefaults__]):
                 raise _Whole
             if node.has_defaults:
                 self.slots.append((number, _DEFAULTS, None))
             if node.has_keyword_defaults:
                 self.slots.append((number, _KEYWORD_DEFAULTS, None))
             yield node
+        if self.classes and self.stores:
+            raise _Whole  # methods have globals of their own
+        for number, (_, anatomy) in enumerate(self.classes):
+            self.slots.extend((number, _OF_CLASS, name) for name in anatomy.values)
 
 
-def _take_apart(root: FunctionType, how: Made | None, times: int) -> Unit:
+def _take_apart(root: _Code, how: Made | None, times: int) -> Unit:
     cloudpickle: Any = importlib.import_module("cloudpickle")
     if cloudpickle.list_registry_pickle_by_value():
         raise _Whole  # the program chose other modules that travel by value, too
-    walk = _Walk(root)
+    kept: frozenset[int] | None = None
     try:
-        nodes = list(walk.nodes())
-        twins = _twins(walk)
-        own = set(map(id, twins))
+        while True:
+            walk = _Walk(root, kept or frozenset())
+            nodes = list(walk.nodes())
+            if walk.kept == (kept or set()):
+                break
+            kept = frozenset(walk.kept)  # some may have been met before it was known
+        twins = dict(zip(map(id, walk.functions), _twins(walk), strict=True))
+        values = {id(one): anatomy.values for one, anatomy in walk.classes}
         spaces = [walk.spaces[id(function.__globals__)] for function in walk.functions]
         file = io.BytesIO()
 
         class UnitPickler(cloudpickle.CloudPickler):  # type: ignore[misc]
-            """cloudpickle for the functions of the unit, and for nothing else by value."""
+            """cloudpickle for the functions and classes of the unit, and for nothing else by value."""
 
             def reducer_override(self, value: Any) -> Any:
-                reduced = super().reducer_override(value)
+                reduced = super().reducer_override(twins.get(id(value), value))
                 # Two items only: a name for a class that is nowhere, as that of code objects.
-                if reduced is not NotImplemented and len(reduced) > 2 and id(value) not in own:
+                if reduced is NotImplemented or len(reduced) <= 2 or id(value) in twins:
+                    return reduced
+                if id(value) not in values:
                     raise _Whole
-                return reduced
+                make, arguments, (attributes, slots), *rest = reduced
+                for name in values[id(value)]:
+                    attributes.pop(name, None)
+                return make, arguments, (attributes, slots), *rest
 
         wrapping = None if how is None else (how.maker, how.arguments[1:])
-        UnitPickler(file, 5).dump((twins, spaces, walk.edges, walk.slots, walk.stores, wrapping))
+        classes = [(one, anatomy.number) for one, anatomy in walk.classes]
+        kept_numbers = {number for number in range(len(nodes)) if walk.is_kept(number)}
+        parts = (walk.functions, spaces, walk.edges, walk.slots, walk.stores, wrapping, classes, kept_numbers)
+        UnitPickler(file, 5).dump((isinstance(root, type), *parts))
     except Exception as error:  # of annotations, for one: `code.py` says what cannot be sent
         raise _Whole from error
     head = importlib.util.MAGIC_NUMBER + platform.python_version().encode() + b"\0"
-    return Unit(nodes, head + file.getvalue(), root, walk.stores or bool(walk.slots), times)
+    return Unit(nodes, head + file.getvalue(), root, walk, times)
 
 
 def _twins(walk: _Walk) -> list[FunctionType]:
-    """Copies of the functions without the values that travel with each call."""
+    """Copies of the functions without the values that travel with each call. They name each other's originals."""
     spaces: dict[int, dict[str, Any]] = {}
     twins = []
-    for function in walk.functions:
+    for number, function in enumerate(walk.functions):
         names = function.__globals__
         space = spaces.setdefault(id(names), {name: names[name] for name in _OF_MODULES if name in names})
         closure = None if function.__closure__ is None else tuple(CellType() for _ in function.__closure__)
         twin = FunctionType(function.__code__, space, function.__name__, None, closure)
         twin.__qualname__, twin.__module__ = function.__qualname__, function.__module__
         twin.__doc__, twin.__annotations__ = function.__doc__, function.__annotations__
+        if walk.is_kept(number):
+            twin.__defaults__, twin.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
         twins.append(twin)
     for place, value in walk.fixed:
         _put(twins, place, value)
     for place, number in walk.edges:
-        _put(twins, place, twins[number])
+        _put(twins, place, walk.functions[number])
     return twins
 
 
@@ -388,30 +491,16 @@ def is_by_value(code: Any) -> bool:
 
 def _is_fixed(place: Place, value: Any) -> bool:
     """Is ``value`` part of the unit: known everywhere by a name, or immutable and not worth sending each time?"""
-    if isinstance(value, ModuleType | FunctionType | type):
-        is_module = isinstance(value, ModuleType)
-        by_value = sys.modules.get(value.__name__) is not value if is_module else is_by_value(value)
-        if by_value and not isinstance(value, FunctionType):
+    if isinstance(value, ModuleType):
+        if sys.modules.get(value.__name__) is not value:
             raise _Whole
-        return not by_value
+        return True
+    if isinstance(value, FunctionType | type):
+        return not is_by_value(value)
     if isinstance(value, BuiltinFunctionType):
         return isinstance(value.__self__, ModuleType | type | None)
     kind = type(value)
     return kind in _IMMUTABLE or kind in _LOGGERS or (place[1] == _GLOBAL and place[2] in _OF_MODULES)
-
-
-def _is_plain(value: Any, depth: int = 0) -> bool:
-    """Is ``value`` sure to hold no code by value?"""
-    kind = value.__class__
-    if kind in _SCALARS:
-        return True
-    if kind in _CONTAINERS or kind is dict:
-        if depth == _MOST_DEPTH:
-            return False
-        return all(_is_plain(one, depth + 1) for one in value) and (
-            kind is not dict or all(_is_plain(one, depth + 1) for one in value.values())
-        )
-    return kind in policy.REDUCERS and not getattr(getattr(value, "dtype", None), "hasobject", False)
 
 
 # ---------------------------------------------------------------------- at the receiver
@@ -420,30 +509,43 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
 class LoadedUnit:
     """A unit at its receiver: the functions of a call are made of it, from the values that came with the call."""
 
-    __slots__ = ("_edges", "_functions", "_likes", "_made", "_set", "_slots", "function", "size_bytes")
+    __slots__ = (
+        *("_classes", "_edges", "_functions", "_kept", "_likes", "_made", "_root", "_set", "_slots"),
+        *("function", "size_bytes"),
+    )
 
     def __init__(self, content: bytes) -> None:
         """Load the unit. It imports modules: on a thread that may wait."""
         version, _, code = content[4:].partition(b"\0")
-        functions, likes, edges, slots, stores, wrapping = load_code(code, content[:4], version.decode())
+        parts = load_code(code, content[:4], version.decode())
+        is_class, functions, likes, edges, slots, stores, wrapping, classes, kept = parts
         self._functions: list[FunctionType] = functions
         self._likes: list[int] = likes
-        self._edges: list[tuple[Place, int]] = edges
+        self._classes: list[type] = [one for one, _ in classes]
+        self._kept: set[int] = kept
+        self._edges: list[tuple[Place, int]] = [edge for edge in edges if edge[0][0] not in kept]
         self._slots: list[Place] = slots
         self._set = [_set_by_hand(function) for function in functions]
         self.size_bytes: int = len(content)
         # One for all calls, of functions with values, too: it would not batch, say, what several of them sent.
         self._made: Made | None = None if wrapping is None else made(wrapping[0](functions[0], *wrapping[1]))
-        one = functions[0] if self._made is None else self._made.function
-        self.function: FunctionType | None = None if slots or stores else one
+        self._root: type | None = self._classes[0] if is_class else None
+        one = self._root or (functions[0] if self._made is None else self._made.function)
+        self.function: _Code | None = None if slots or stores else one
         """The function, if it uses no values."""
 
-    def make(self, values: list[Any]) -> FunctionType:
+    def make(self, values: list[Any]) -> _Code:
         """Make the function of one call, which uses ``values``."""
         functions: list[FunctionType] = []
+        spaces: dict[int, dict[str, Any]] = {}
         for number, function in enumerate(self._functions):
+            if number in self._kept:
+                functions.append(function)
+                continue
             like = self._likes[number]
-            names = function.__globals__.copy() if like == number else functions[like].__globals__
+            names = spaces.get(like)
+            if names is None:
+                names = spaces[like] = function.__globals__.copy()
             cells = function.__closure__
             closure = None if cells is None else tuple(map(_copy_of, cells))
             one = FunctionType(function.__code__, names, function.__name__, None, closure)
@@ -453,9 +555,12 @@ class LoadedUnit:
         for place, number in self._edges:
             _put(functions, place, functions[number])
         for place, value in zip(self._slots, values, strict=True):
-            _put(functions, place, value)
+            if place[1] == _OF_CLASS:
+                set_value(self._classes[place[0]], place[2], value)
+            else:
+                _put(functions, place, value)
         if self._made is None:
-            return functions[0]
+            return self._root or functions[0]
         self._made.keeper.func = functions[0]
         return cast("FunctionType", self._made.function)
 
