@@ -361,6 +361,15 @@ def test_a_function_is_not_kept_alive() -> None:
     assert gone() is None
 
 
+def test_a_unit_is_there_for_the_question_after_a_thousand_others_were_sent() -> None:
+    segments = []
+    for number in range(units._MOST_UNITS + 2):
+        found = units.split(eval(f"lambda: {number}"))
+        assert found is not None
+        segments.append(found[0])
+    assert all(units.content_of(segment[1 : 1 + DIGEST_BYTES]) for segment in segments)
+
+
 def test_what_leads_elsewhere_at_every_call_travels_whole() -> None:
     names = run_program("import torch\ndef f(): return device.type")
     for number in range(units._MOST_TIMES + 2):

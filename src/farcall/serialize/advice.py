@@ -52,9 +52,10 @@ def advise(root: FunctionType) -> None:
                         f"uses the global {name}, and its {size_bytes / (1 << 20):.1f} MiB travel with each call: "
                         "put it into a module, pass it where it is needed, or keep it in an object, made by create()",
                     )
-                if isinstance(value, FunctionType) and id(value) not in seen and is_by_value(value):
+                if isinstance(value, FunctionType | type) and id(value) not in seen and is_by_value(value):
                     seen.add(id(value))
-                    functions.append(value)
+                    methods = vars(value).values() if isinstance(value, type) else [value]
+                    functions.extend(one for one in methods if isinstance(one, FunctionType))
     except Exception:
         logger.debug("cannot look at %r", root, exc_info=True)
 

@@ -75,7 +75,6 @@ _HIDES_GLOBALS: Final = {"globals", "exec", "eval"}
 _IMMUTABLE: Final = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _LOGGERS: Final = (logging.Logger, logging.RootLogger)
 _MOST_UNITS: Final = 1024
-_MOST_REPLACED: Final = 256
 _MOST_TIMES: Final = 64
 """How often a function is taken apart again before it travels whole: its names lead elsewhere at every call."""
 
@@ -204,7 +203,7 @@ _Key = tuple[int, str, bool]
 """The id of a function's code, its name, and is it what the program calls? Else farcall made that of it."""
 _units: dict[_Key, Unit | CodeType | type] = {}  # no Unit: they travel whole
 _sent: WeakValueDictionary[bytes, Unit] = WeakValueDictionary()
-_replaced: deque[Unit] = deque(maxlen=_MOST_REPLACED)  # a callee may still ask for them
+_dropped: deque[Unit] = deque(maxlen=_MOST_UNITS)  # the latest: a callee may still ask for them
 
 
 def split(function: _Code) -> tuple[bytes, list[Any] | None] | None:
@@ -244,7 +243,9 @@ def _split_anew(
     elif not is_by_value(function):
         return None
     if len(_units) >= _MOST_UNITS:
-        _units.clear()
+        oldest = _units.pop(next(iter(_units)), None)
+        if isinstance(oldest, Unit):
+            _dropped.append(oldest)
     times = 0 if before is None else before.times + 1
     try:
         if times > _MOST_TIMES:
@@ -254,7 +255,7 @@ def _split_anew(
         _units[key] = function if isinstance(function, type) else function.__code__  # the id in the key stays its own
         return None
     if before is not None:
-        _replaced.append(before)
+        _dropped.append(before)
     _units[key] = _sent[unit.segment[1 : 1 + DIGEST_BYTES]] = unit
     values = unit.gather(function)
     return None if values is None else (unit.segment, values if unit.has_values else None)

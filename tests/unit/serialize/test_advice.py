@@ -80,3 +80,8 @@ def test_a_large_global_is_told_with_its_size(caplog: pytest.LogCaptureFixture, 
 
 def test_small_ones_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
     assert told(caplog, "def f(x): return small, LARGER", LARGER=LARGE[:-1]) == []
+
+
+def test_methods_of_a_class_of_the_script_are_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    [text] = told(caplog, "seen = []\nclass A:\n    def m(self): seen.append(1)\ndef f(x): return A().m()")
+    assert text.startswith("A.m(), which travels by value, changes the global seen")

@@ -88,13 +88,13 @@ class ArrivingCode:
             code = unreadable(error)
             code.__cause__ = error
         with self._lock:
-            if isinstance(code, LoadedUnit):
+            waiting = self._waiting.pop((peer, digest), [])
+            if waiting and isinstance(code, LoadedUnit):  # else the caller is gone meanwhile
                 known = self._known.setdefault(peer, {})
                 known[digest] = code
                 size_bytes = sum(unit.size_bytes for unit in known.values())
                 while size_bytes > KEPT_BYTES and len(known) > 1:
                     size_bytes -= known.pop(next(iter(known))).size_bytes
-            waiting = self._waiting.pop((peer, digest), [])
         self._go_on(waiting, code)
 
     def _go_on(self, waiting: list[Request], code: LoadedUnit | Exception) -> None:

@@ -190,6 +190,15 @@ def test_calls_of_a_caller_that_is_gone_go_on_without_code(node: Node, is_end: b
     assert len(node.server.went_on) == (2 if is_end else 1)
 
 
+def test_a_caller_that_goes_while_its_unit_is_loaded_leaves_nothing_behind(node: Node) -> None:
+    segment = segment_of(lambda: 8)
+    node.call(segment)
+    node.code.on_told(node.caller, CodeTold(segment[1:33], units.content_of(segment[1:33])))
+    node.code.forget(node.caller)
+    node.server.work()
+    assert node.code._known == {}
+
+
 def test_a_call_that_comes_while_the_unit_is_loaded_runs_once(node: Node) -> None:
     """The answer to the question arrives while other threads accept calls."""
     segment = segment_of(lambda: 7)
