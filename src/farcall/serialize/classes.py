@@ -14,9 +14,10 @@ Owns that distinction, and the numbers. It does not know functions, nor units.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import cached_property
+from operator import is_, itemgetter
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, NoneType
 from typing import Any, Final
 
@@ -39,27 +40,32 @@ _MOST_DEPTH: Final = 32
 class Anatomy:
     """A class at one time, without the values of its attributes."""
 
-    __slots__ = ("_count", "_fixed", "number", "values")
+    __slots__ = ("_count", "_fixed", "_of_names", "number", "values")
 
     def __init__(self, of: type) -> None:
         names = vars(of)
         self._count: int = len(names)
         self.values: list[str] = [name for name, value in names.items() if _is_value(of, name, value)]
         """The names of the attributes that travel with each call."""
-        self._fixed = [(name, value) for name, value in names.items() if name not in self.values]
+        self._fixed: dict[str, Any] = {name: value for name, value in names.items() if name not in self.values}
+        self._of_names: Callable[[Any], tuple[Any, ...]] = itemgetter(
+            *self._fixed
+        )  # two at least: every class has more
         self.number: int = next(_numbers)
 
     def is_of(self, one: type) -> bool:
         """Has ``one`` still the same code?"""
         names = vars(one)
-        if len(names) != self._count:
+        try:
+            # No function of Python's in here: this is done for each call.
+            return len(names) == self._count and all(map(is_, self._of_names(names), self._fixed.values()))
+        except KeyError:
             return False
-        return all(names.get(name, ABSENT) is value for name, value in self._fixed)
 
     def code(self, of: type) -> Iterator[Any]:
         """The classes and functions that ``of`` consists of. Raises ValueError where it cannot be taken apart."""
         yield from (type(of), *of.__bases__)
-        for name, value in self._fixed:
+        for name, value in self._fixed.items():
             if name == "__annotations__":
                 yield from (one for one in value.values() if isinstance(one, type))
             elif name == "__dataclass_fields__":
