@@ -313,6 +313,21 @@ def test_threads_that_change_a_value_send_each_their_own(nodes: list[farcall.Nod
     assert failures == []
 
 
+@needs_cloudpickle
+@pytest.mark.parametrize(("kind", "sender"), [("CodeWanted", "w1"), ("CodeTold", "w0"), ("request", "w0")])
+def test_a_connection_that_breaks_around_the_question_costs_no_call_and_doubles_none(
+    faults: Faults, nodes: list[farcall.Node], kind: str, sender: str
+) -> None:
+    worker = nodes[0]["w1"]
+    ran.clear()
+    rule = faults.cut(kind=kind, sender=sender, count=1)
+    calls = [worker.start(eval("lambda name: note(name)", globals()), f"{kind} {number}") for number in range(20)]
+    assert [call.result() for call in calls] == [f"{kind} {number}" for number in range(20)]
+    rule.wait_hits()
+    assert set(ran.values()) == {1}
+    assert len(ran) == 20
+
+
 SCRIPT = """
 import farcall
 
