@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from tests.kit.times import AT_ONCE_S, LONG_S
 from tests.kit.waiting import wait_until
 
 import farcall
-from farcall import api
+from farcall import api, autograd
+from farcall.autograd.recorder import Recorder
 from farcall.errors import NotInitialized
 from farcall.node import Node
 from farcall.protocol.references.messages import Counts
@@ -307,6 +308,55 @@ def make_references(rank: int, port: int, kind: str) -> int:
 @pytest.mark.parametrize("kind", ["created", "own", "sent", "created with one"])
 def test_storm_of_interrupts_loses_no_reference(kind: str) -> None:
     assert finish(start_processes(2, make_references, held_port(), kind))[0] >= 200
+
+
+WEIGHT = torch.rand(3, 3, requires_grad=True)
+
+
+def through_weight(x: torch.Tensor) -> torch.Tensor:
+    return x @ WEIGHT
+
+
+def contexts_here() -> list[int]:
+    return api.current_runtime().part(Recorder).contexts.ids()
+
+
+def one_pass(route: Sequence[str], x: torch.Tensor) -> None:
+    with autograd.context() as context_id:
+        y = x
+        for name in route:
+            y = farcall.rpc_sync(name, through_weight, (y,))
+        autograd.backward(context_id, [y.sum()])
+        assert x in autograd.get_gradients(context_id)
+
+
+def make_passes(rank: int, port: int, route: Sequence[str]) -> tuple[int, int]:
+    """Whatever is cut, an interrupt arrives as itself, and the next context finds all as it was."""
+    options = farcall.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    farcall.init_rpc(f"w{rank}", rank=rank, world_size=3, rpc_backend_options=options)
+    answered = interrupts = 0
+    if rank == 0:
+        signal.signal(signal.SIGINT, press)
+        x = torch.rand(2, 3, requires_grad=True)
+        storm = Storm(0.0008)
+        give_up_at = time.monotonic() + 2 * LONG_S
+        while (interrupts < 300 or answered < 20) and time.monotonic() < give_up_at:
+            if cut_short(partial(one_pass, route, x)):
+                interrupts += 1
+            else:
+                answered += 1
+        storm.stop()
+        one_pass(route, x)
+        wait_until(lambda: not any(farcall.rpc_sync(f"w{other}", contexts_here) for other in range(3)))
+    farcall.shutdown(timeout=3 * LONG_S)
+    return answered, interrupts
+
+
+@pytest.mark.parametrize("route", [["w1"], ["w1", "w2", "w1", "w0"]])
+def test_storm_of_interrupts_loses_no_context(route: Sequence[str]) -> None:
+    answered, interrupts = finish(start_processes(3, make_passes, held_port(), route))[0]
+    assert answered >= 20
+    assert interrupts >= 300
 
 
 def use_two_nodes(rank: int, port: int) -> bool:

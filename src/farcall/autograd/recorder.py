@@ -41,6 +41,7 @@ from farcall.protocol.gradients import PassId
 from farcall.protocol.messages import ProtocolError
 from farcall.protocol.notes import Notes, ProfileWanted
 from farcall.runtime.calls.executor import UNKNOWN_S
+from farcall.runtime.io import sigint
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
 from farcall.runtime.observing.profiling import PROFILING, CallProfile, RunProfile
@@ -211,22 +212,29 @@ class Recorder:
         if peer is None:
             gone = self._gone.get(worker_id)
             raise PeerDead(f"{gone.name if gone else 'that worker'} is gone", Delivery.NOT_SENT, gone)
-        with self._held_back_lock:
-            held_back = self._held_back.pop(worker_id, None)
-        if held_back is not None:
-            messages = [*messages, *held_back]
-        elif not messages:
-            return  # another thread has sent the held-back messages
-        frame = encode_messages(messages, peer)
         # Bounded: a peer that accepts no bytes must fail the pass, not hang it.
         deadline = monotonic() + node.timeout_s if node.timeout_s else NEVER
         if awaited is not None and awaited.machine.deadline is not None:
             deadline = awaited.machine.deadline
+        held_back: list[Message] = []
+        sigint.enter()  # Ctrl-C comes through only while this thread waits: else it could lose what was held back
         try:
-            peer.send(frame, deadline, awaited=awaited)
+            with self._held_back_lock:
+                held_back = self._held_back.pop(worker_id, held_back)
+            if not messages and not held_back:
+                return  # another thread has sent the held-back messages
+            frame = encode_messages([*messages, *held_back], peer)
+            try:
+                peer.send(frame, deadline, awaited=awaited)
+            except BaseException:
+                withdraw(frame)
+                raise
         except BaseException:
-            withdraw(frame)
+            for message in held_back:  # to come twice does them no harm
+                self.send_later(worker_id, message)
             raise
+        finally:
+            sigint.leave()
 
     def send_later(self, worker_id: int, message: Message) -> None:
         with self._held_back_lock:

@@ -15,6 +15,7 @@ import torch
 from farcall.autograd.context import Context
 from farcall.autograd.contexts import Contexts
 from farcall.autograd.recorder import Recorder
+from farcall.destructors import whole
 from farcall.runtime.node import HasRuntime, current_runtime
 from farcall.serialize import RECORDING
 
@@ -35,6 +36,7 @@ class context:
         self._node = node
         self._context: Context | None = None
 
+    @whole  # else Ctrl-C could leave the thread in a context for ever, and contexts do not nest
     def __enter__(self) -> int:
         self._outside = RECORDING.get()
         node = self._node
@@ -43,6 +45,7 @@ class context:
         self._context = self._contexts.new_context()
         return self._context.id
 
+    @whole
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -373,8 +373,8 @@ def in_present_context(callback: Callable[[Any], S]) -> Callable[[Any], S]:
         outside = RECORDING.get()
         if outside is recording:
             return callback(future)
-        RECORDING.set(recording)
         try:
+            RECORDING.set(recording)
             return callback(future)
         finally:
             RECORDING.set(outside)
