@@ -236,6 +236,7 @@ def test_a_timeout_says_what_the_callee_was_doing() -> None:
         assert re.search(
             f"{worker} has been running it for [0-9.]+ s, on thread farcall-worker-{worker}, now at /", text
         )
+        assert text.endswith("; options(timeout=...) gives a call more time)")
     assert re.search(r"where it has waited [0-9.]+ s for w2 to answer sleep_until_opened\(\)", texts[2])
 
 

@@ -419,4 +419,4 @@ def explanation(worker: str, data: bytes, asked_s: float) -> str:
     if state.waits_for is not None:
         call = state.waits_for
         text += f", where it has waited {call.for_s:.2f} s for {call.to} to answer {call.title}()"
-    return text + " (`farcall stacks` shows all workers)"
+    return text + " (`farcall stacks` shows all workers; options(timeout=...) gives a call more time)"
