@@ -17,6 +17,21 @@ def is_changed_in_place(error: RuntimeError) -> bool:
     return "modified by an inplace operation" in str(error)
 
 
+def is_of_local_code(error: Exception) -> bool:
+    """Does Python's pickle refuse a function or class since no module has it under its name?"""
+    return "<lambda>" in str(error) or "<locals>" in str(error) or "local object" in str(error)
+
+
+def is_attribute_missing(error: AttributeError) -> bool:
+    """Does Python's pickle not find what a message names? An object's own code may raise the same class."""
+    return "attribute" in str(error)
+
+
+def refused_forward(port: int) -> str:
+    """How a line of ssh's ends whose server does not forward ``port``; ssh goes on."""
+    return f"remote port forwarding failed for listen port {port}"
+
+
 def is_not_found(complaint: str) -> bool:
     """Does kubectl say that there is no such object? It names the reason in the server's answer."""
     return "Error from server (NotFound)" in complaint

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from socket import socket
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.kit.rigs.ssh import ssh_server
 
-from farcall.foreign_errors import is_changed_in_place, is_not_found, is_port_taken
+from farcall.foreign_errors import (
+    is_attribute_missing,
+    is_changed_in_place,
+    is_not_found,
+    is_of_local_code,
+    is_port_taken,
+    refused_forward,
+)
 from farcall.launcher.engine import EngineError
 from farcall.launcher.engines.kubernetes import Kubectl
 
@@ -63,6 +74,43 @@ def test_a_backward_pass_after_a_change_in_place() -> None:
     with pytest.raises(RuntimeError) as raised:
         value.sum().backward()
     assert is_changed_in_place(raised.value)
+
+
+# ---------------------------------------------------------------------- Python's pickle
+
+
+def test_code_that_no_module_has() -> None:
+    def inside() -> None:
+        pass
+
+    for value in (inside, lambda: None):
+        with pytest.raises((AttributeError, pickle.PicklingError)) as raised:
+            pickle.dumps(value)
+        assert is_of_local_code(raised.value)
+    with pytest.raises(TypeError) as refused:
+        pickle.dumps(threading.Lock())
+    assert not is_of_local_code(refused.value)
+
+
+def test_a_name_that_a_module_does_not_have() -> None:
+    with pytest.raises(AttributeError) as raised:
+        pickle.loads(b"cthreading\nno_such_name\n.")
+    assert is_attribute_missing(raised.value)
+    assert not is_attribute_missing(AttributeError("not for sale"))
+
+
+# ---------------------------------------------------------------------- ssh
+
+
+def test_a_server_that_forwards_no_port(tmp_path: Path) -> None:
+    with ssh_server(tmp_path) as rig, socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]  # the server cannot listen there, too
+        forward = f"127.0.0.1:{port}:127.0.0.1:{port}"
+        command = ["ssh", "-F", str(rig.configuration), "-o", "LogLevel=INFO", "-R", forward, "alpha", "true"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stderr
+    assert any(line.endswith(refused_forward(port)) for line in said.splitlines())
 
 
 # ---------------------------------------------------------------------- kubectl

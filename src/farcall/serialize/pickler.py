@@ -441,7 +441,9 @@ def _explain(value: Any, error: Exception, is_request: bool) -> SerializationErr
     if isinstance(error, SerializationError):
         return SerializationError(f"cannot send {where}: {error}")
     hint = ""
-    if "<lambda>" in str(error) or "<locals>" in str(error) or "local object" in str(error):
+    from farcall.foreign_errors import is_of_local_code  # most programs never need it
+
+    if is_of_local_code(error):
         hint = f"; {HINT}"
     is_future = issubclass(culprit, torch.futures.Future)
     kind = NotPicklable if is_future or isinstance(error, TypeError) else SerializationError
@@ -457,8 +459,10 @@ def _explain(value: Any, error: Exception, is_request: bool) -> SerializationErr
 
 
 def _names_something_missing(error: Exception) -> bool:
-    return isinstance(error, AttributeError | ModuleNotFoundError) and (
-        isinstance(error, ModuleNotFoundError) or "attribute" in str(error) or "TorchScript" in str(error)
+    from farcall.foreign_errors import is_attribute_missing  # most programs never need it
+
+    return isinstance(error, ModuleNotFoundError | FunctionNotFound) or (
+        isinstance(error, AttributeError) and is_attribute_missing(error)
     )
 
 

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
+from farcall.foreign_errors import refused_forward
 from farcall.launcher.commands import CommandEngine
 from farcall.launcher.engine import EngineError, ProcessState, Watcher, WorkerSpec
 from farcall.launcher.engines.spread import Spread
@@ -37,14 +38,13 @@ _HERE = "127.0.0.1"
 _ADVERTISING = f'way=${{SSH_CONNECTION% *}}; exec env {ENV_ADVERTISE}="${{{ENV_ADVERTISE}:-${{way##* }}}}" "$@"'
 _TUNNEL_OPTIONS = {
     # The user's own forwardings stay, and may fail: they are for other connections. If ours fails, ssh prints
-    # `_REFUSED`, at this log level.
+    # `refused_forward`, at this log level.
     "ClearAllForwardings": "no",
     "ExitOnForwardFailure": "no",
     "LogLevel": "INFO",
     # A shared connection would keep the port when this one ends.
     "ControlPath": "none",
 }
-_REFUSED = "remote port forwarding failed for listen port {}"
 
 
 class SshEngine(CommandEngine):
@@ -161,7 +161,7 @@ class Tunnels(CommandEngine):
     def on_output(self, spec: WorkerSpec, data: bytes) -> None:
         said = self._said[spec.name]
         said.write(data)
-        refused = _REFUSED.format(urlsplit(spec.meet).port)
+        refused = refused_forward(urlsplit(spec.meet).port or 0)
         if any(line.endswith(refused) for line in said.texts()):  # of whole lines: a read may end inside one
             self.end([spec])
 
