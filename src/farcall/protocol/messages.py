@@ -23,6 +23,7 @@ This module must not know how a message is handled.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Final
 
 import msgspec
@@ -54,19 +55,35 @@ class Pong(ControlMessage, frozen=True, tag=2):
     nonce: int
 
 
+class Farewell(IntEnum):
+    """Why a member says goodbye."""
+
+    LEFT = 1
+    FORGOT_SHUTDOWN = 2
+    GAVE_UP = 3
+
+    @property
+    def text(self) -> str:
+        """For people, behind the member's name."""
+        return _FAREWELLS[self]
+
+
 LEFT: Final = "has left"
-FORGOT_SHUTDOWN: Final = "ended without shutdown()"
-GAVE_UP: Final = "gave up: its own log says why"
+_FAREWELLS: Final = {
+    Farewell.LEFT: LEFT,
+    Farewell.FORGOT_SHUTDOWN: "ended without shutdown()",
+    Farewell.GAVE_UP: "gave up: its own log says why",
+}
 
 
 class Goodbye(ControlMessage, frozen=True, tag=3):
-    """The sender leaves on purpose: the end of the stream that follows is not a death. ``reason``: one of the above.
+    """The sender leaves on purpose: the end of the stream that follows is not a death.
 
     ``agreed``: all members of a group of fixed size have agreed to leave, the addressee included, which may not have
     heard of the agreement yet.
     """
 
-    reason: str
+    farewell: Farewell
     agreed: bool = False
 
 

@@ -21,6 +21,7 @@ from farcall.protocol.messages import (
     DepartureReleased,
     DepartureReport,
     DepartureStatus,
+    Farewell,
     FramesReceived,
     Goodbye,
     Message,
@@ -44,7 +45,7 @@ FORK = references.Fork(RefId(1, 2), ForkId(1, 3), owner=4, holder=1, number=5)
 EXAMPLES = [
     Ping(nonce=2**63),
     Pong(nonce=0),
-    Goodbye(reason="shutdown"),
+    Goodbye(Farewell.LEFT),
     FramesReceived(count=2**40),
     messages.Part(3),
     messages.Parted(4),

@@ -132,7 +132,7 @@ class Admissions:
         elif self._confirm(member, now):
             # Include the dead: if they were only cut off, the newcomer can find them again, too.
             updates = tuple(
-                Update(entry.incarnation, entry.status, entry.version, entry.member, entry.why)
+                Update(entry.incarnation, entry.status, entry.version, entry.member, entry.why, entry.host_is_silent)
                 for entry in self._table.entries.values()
             )
             self._outbox.send(member.incarnation, JoinAnswer(updates))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, Final
 
-from farcall.protocol.member import HOST_SILENT, PROCESS_ENDED, REFUSED, Member
+from farcall.protocol.member import PROCESS_ENDED, REFUSED, Member
 from farcall.protocol.membership import events
 from farcall.protocol.membership.accusations import Accusations
 from farcall.protocol.membership.events import Effect, Event, MembershipOptions, Randomness
@@ -409,8 +409,9 @@ class MembershipMachine:
                 why = self._suspicions.verdict(incarnation, now)
                 if why:
                     since = self._suspicions.since(incarnation)
-                    self._declare_dead(probe, why, now)
-                    if probe.alone and why == HOST_SILENT:
+                    silent = self._suspicions.host_is_silent(incarnation)
+                    self._declare_dead(probe, why, now, host_is_silent=silent)
+                    if probe.alone and silent:
                         self._give_up_all_silent_since(since, why, now)
                 else:
                     self._suspicions.renew(incarnation, now)
@@ -419,13 +420,16 @@ class MembershipMachine:
         elif probe.last:
             self._suspicions.renew(incarnation, now)
 
-    def _declare_dead(self, probe: Probe, why: str, now: float, *, is_there: bool = True) -> None:
+    def _declare_dead(
+        self, probe: Probe, why: str, now: float, *, is_there: bool = True, host_is_silent: bool = False
+    ) -> None:
         """Declare a member dead. If we heard nobody meanwhile, we may be cut off: then the verdict counts only here.
 
         ``is_there``: perhaps its process was only stopped, and reads its obituary when it goes on.
         """
         entry = self.table.entries[probe.target]
-        self._apply(Update(entry.incarnation, Status.DEAD, entry.version, None, why), now, alone=probe.alone)
+        update = Update(entry.incarnation, Status.DEAD, entry.version, None, why, host_is_silent)
+        self._apply(update, now, alone=probe.alone)
         entry.alone = probe.alone
         if is_there and not probe.alone:
             self._obituaries.tell(entry.incarnation, why)
@@ -435,7 +439,7 @@ class MembershipMachine:
         for incarnation in self.table.others.copy():
             entry = self.table.entries[incarnation]
             if entry.heard_at <= since:
-                self._apply(Update(incarnation, Status.DEAD, entry.version, None, why), now, alone=True)
+                self._apply(Update(incarnation, Status.DEAD, entry.version, None, why, True), now, alone=True)
                 entry.alone = True
 
     def _on_entries(self, sender: int, message: Entries, now: float) -> None:

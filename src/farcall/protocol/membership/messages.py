@@ -71,6 +71,8 @@ class Update(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     version: _Count
     member: Member | None = None
     why: _Why = ""
+    host_is_silent: bool = False
+    """Why it is dead, for programs; ``why`` is for people."""
 
 
 _DEAD = int(Status.DEAD)

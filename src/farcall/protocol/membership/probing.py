@@ -411,6 +411,10 @@ class Suspicions:
         if suspicion is not None:
             suspicion.host_is_silent = not answers
 
+    def host_is_silent(self, incarnation: int) -> bool:
+        """Did the kernel of its host not answer either, when last asked?"""
+        return self._suspicions[incarnation].host_is_silent
+
     def verdict(self, incarnation: int, now: float) -> str:
         """Why a suspect whose last probe failed is dead; empty: it stays a member."""
         suspicion, bound_s = self._suspicions[incarnation], self._options.unresponsive_s

@@ -66,6 +66,7 @@ class Entry:
     __slots__ = (
         "alone",
         "heard_at",
+        "host_is_silent",
         "incarnation",
         "member",
         "place",
@@ -83,6 +84,7 @@ class Entry:
         self.version: int = update.version
         self.precedence: int = precedence(update.status, update.version)
         self.why: str = update.why
+        self.host_is_silent: bool = update.host_is_silent
         self.since: float = now
         self.heard_at: float = now
         self.place: int = -1
@@ -94,7 +96,8 @@ class Entry:
 
     def as_update(self) -> Update:
         """The entry as a claim for other members."""
-        return Update(self.incarnation, self.status, self.version, None if self.ended else self.member, self.why)
+        member = None if self.ended else self.member
+        return Update(self.incarnation, self.status, self.version, member, self.why, self.host_is_silent)
 
 
 class Table:
@@ -199,7 +202,7 @@ class Table:
         if was < Status.DEAD:
             self._flip(entry)
         entry.status, entry.version, entry.precedence = update.status, update.version, rank
-        entry.why, entry.since = update.why, now
+        entry.why, entry.host_is_silent, entry.since = update.why, update.host_is_silent, now
         self._note_leave(update)
         if update.status < Status.DEAD:
             self._flip(entry)

@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Protocol
 
 from farcall.options import RpcBackendOptions
-from farcall.protocol.member import HOST_SILENT, Member
+from farcall.protocol.member import Member
 from farcall.protocol.membership import events
 from farcall.protocol.membership.events import MembershipOptions
 from farcall.protocol.membership.machine import MembershipMachine, State
@@ -213,7 +213,7 @@ class FailureDetector:
     def fell_silent(self, incarnation: int) -> bool:
         """Is an incarnation dead because its host fell silent?"""
         entry = self._machine.table.entries.get(incarnation)
-        return entry is not None and entry.status is Status.DEAD and entry.why == HOST_SILENT
+        return entry is not None and entry.status is Status.DEAD and entry.host_is_silent
 
     def member_of(self, incarnation: int) -> Member | None:
         """The record of a present or former member, if known."""

@@ -273,9 +273,10 @@ class Dispatcher:
         if message.agreed:
             # The group has agreed to end: as good as the release by our parent, and earlier in a large group.
             self._leaving.on_message(peer, messages.DepartureReleased())
-        peer.leaving, peer.farewell = True, message.reason
+        peer.leaving, peer.farewell = True, message.farewell.text
         if peer.known:
-            self._watch().on_goodbye(peer.incarnation, "" if message.reason == messages.LEFT else message.reason[:100])
+            is_wanted = message.farewell is messages.Farewell.LEFT
+            self._watch().on_goodbye(peer.incarnation, "" if is_wanted else message.farewell.text)
 
     def _on_departure(self, peer: RemotePeer, message: DepartureMessage) -> None:
         self._leaving.on_message(peer, message)

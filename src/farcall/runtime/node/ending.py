@@ -25,7 +25,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias
 
 from farcall.errors import Cancelled, Expelled, NotInitialized, RpcError, ShutdownTimeout
-from farcall.protocol.messages import FORGOT_SHUTDOWN, GAVE_UP, LEFT
+from farcall.protocol.messages import Farewell
 from farcall.runtime.io import sigint
 from farcall.runtime.io.reader import stop_reading
 from farcall.runtime.io.timers import NEVER
@@ -226,7 +226,9 @@ class Ending:
             node.watch.stop()
             if not comes_back:
                 node.member_events.end()
-            farewell = FORGOT_SHUTDOWN if self._exiting else LEFT if wanted else GAVE_UP
+            farewell = Farewell.LEFT if wanted else Farewell.GAVE_UP
+            if self._exiting:
+                farewell = Farewell.FORGOT_SHUTDOWN
             agreed = linger and node.membership.size > node.options.membership.full_mesh
             links.say_goodbye(farewell, LINGER_S if linger else 0.0, agreed=agreed)
             node.calls.end(why)  # before the links: callers learn the true reason, not "the link is gone"

@@ -311,6 +311,7 @@ def test_a_verdict_spoken_alone_is_kept_to_oneself() -> None:
     bench.advance(400)
     died = {effect.member.incarnation for effect in bench.effects if isinstance(effect, MemberDied)}
     assert died == {2, 3}
+    assert all(bench.machine.table.entries[incarnation].host_is_silent for incarnation in died)
     told = [send.message for send in bench.take(Send) if isinstance(send.message, Obituary | Gossip)]
     assert all(isinstance(message, Obituary) and message.alone for message in told)
     bench.receive(2, Ping(()))

@@ -37,6 +37,7 @@ RECORD = Member("worker7", 7, 2**63 - 1, ("unix:/tmp/a", "tcp:host:1"), "token",
 UPDATES = (
     Update(RECORD.incarnation, Status.UNRESPONSIVE, 4, RECORD),
     Update(9, Status.DEAD, 0, None, "it did not answer"),
+    Update(9, Status.DEAD, 0, None, "it did not answer", True),
 )
 EXAMPLES = [
     Ping(UPDATES),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farcall.protocol.member import Member
+from farcall.protocol.member import HOST_SILENT, Member
 from farcall.protocol.membership.messages import Status, Update
 from farcall.protocol.membership.table import Change, Table
 
@@ -22,6 +22,17 @@ def unresponsive(version: int = 0) -> Update:
 
 def ended(status: Status) -> Update:
     return Update(OTHER.incarnation, status, 0, None, "why")
+
+
+def test_why_a_member_is_dead_is_told_to_programs_by_a_code() -> None:
+    """A text is for people, and whoever tells of the death chooses it."""
+    for host_is_silent in (False, True):
+        table = Table(ME, 0.0)
+        table.apply(alive(), 1.0)
+        death = Update(OTHER.incarnation, Status.DEAD, 0, None, HOST_SILENT, host_is_silent)
+        table.apply(death, 2.0)
+        entry = table.entries[OTHER.incarnation]
+        assert (entry.host_is_silent, entry.as_update()) == (host_is_silent, death)
 
 
 @pytest.fixture
