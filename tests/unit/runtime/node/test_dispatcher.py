@@ -49,6 +49,7 @@ class Deferring(NoReferences):
 class Call(PendingCall):
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
+        self.what = print
         self.started_at = monotonic()
         self.answers: list[Frame] = []
 
