@@ -64,7 +64,8 @@ class Link(RemotePeer):
         self._owner, self._to = owner, to
         self.lending = object()  # type: ignore[assignment]
         outgoing = SimpleNamespace(send_with_descriptor=self._send_with_descriptor)
-        self.link = SimpleNamespace(outgoing=outgoing, incoming=self)  # type: ignore[assignment]
+        transport = SimpleNamespace(carries_descriptors=True)
+        self.link = SimpleNamespace(outgoing=outgoing, incoming=self, transport=transport)  # type: ignore[assignment]
 
     @property
     def broken(self) -> bool:

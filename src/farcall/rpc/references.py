@@ -133,7 +133,8 @@ class NodeReferences:
         ``keeps``: the function is a method of that reference's value. ``serial``: calls of the result's methods run
         one at a time.
         """
-        refuse_references()
+        if not INSTALLED.takes_pickles:
+            refuse_references()
         profile = None
         if is_profiled() or PROFILING.everywhere:
             profile = PROFILING.begin_call(self.node, peer, "remote", what, None)
@@ -218,7 +219,8 @@ class NodeReferences:
         They become references in ``frame.forks``; references that decoding does not take out die with the frame.
         False: the message must not be read, or not yet.
         """
-        refuse_references()
+        if not INSTALLED.takes_pickles:
+            refuse_references()
         machine = self._machine
         arrived: list[Any] = []
         if notes.created is not None and notes.created.holder != peer.number:
@@ -260,7 +262,8 @@ class NodeReferences:
 
         False: an earlier request to the object is deferred, and this one waits behind it.
         """
-        refuse_references()
+        if not INSTALLED.takes_pickles:
+            refuse_references()
         frame.serial = ref
         with self._lock:
             if self._deferred.is_behind(peer, frame):
@@ -402,7 +405,8 @@ class NodeReferences:
         self._timer.at(monotonic() + RETRY_S)
 
     def _on_control(self, peer: RemotePeer, message: protocol.Message) -> None:
-        refuse_references()
+        if not INSTALLED.takes_pickles:
+            refuse_references()
         self._tell(protocol.Received(peer.number, message))
         if self.shutdown.checks_leaks:
             self.node.something_ended()

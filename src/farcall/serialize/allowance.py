@@ -37,7 +37,7 @@ import sys
 import uuid
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal, NoReturn, TypeAlias
 
 import torch
 
@@ -236,10 +236,9 @@ def refuse_pickles() -> None:
         raise _refused("a pickle", "plain data and tensors")
 
 
-def refuse_references() -> None:
-    """Raise ``NotAllowed`` if nobody may refer to values of this process."""
-    if not INSTALLED.takes_pickles:
-        raise _refused(*_REFERENCE)
+def refuse_references() -> NoReturn:
+    """Raise ``NotAllowed``: nobody may refer to values of this process, which takes no pickles (`INSTALLED`)."""
+    raise _refused(*_REFERENCE)
 
 
 _Unpickler: Any = pickle._Unpickler  # pure Python: its opcodes can be overridden, those of the C unpickler cannot

@@ -177,12 +177,18 @@ class WholeLock:
         self._lock = threading.RLock()
 
     def __enter__(self) -> None:
-        enter()
+        guard = here.guard  # `enter`, inlined: each use of a reference passes here
+        if not guard.depth:
+            look()
+        guard.depth += 1
         self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
-        leave()
+        guard = here.guard
+        guard.depth -= 1
+        if guard.held is not None:
+            deliver()
 
 
 def seal() -> None:
