@@ -75,9 +75,10 @@ class Link(RemotePeer):
         if not self.broken:
             self._owner.cluster.send(self._owner, self._to, encode_message(message))
 
-    def _send_with_descriptor(self, frame: bytes, descriptor: int, deadline: float, lost: Any) -> None:
+    def _send_with_descriptor(self, frame: bytes, descriptor: int, deadline: float, lost: Any) -> bool:
         if not self.broken:
             self._owner.cluster.send(self._owner, self._to, frame[HEADER.size :], os.dup(descriptor), lost)
+        return True  # it carries descriptors
 
     def take_descriptor(self) -> int | None:
         taken, self._owner.descriptor = self._owner.descriptor, None
