@@ -359,7 +359,7 @@ class References:
             if fork.holder != self.me:
                 # A creation. If it did arrive, its response may have been lost: Confirm says that it is listed.
                 if first:
-                    self._owner.list_never_created(fork)
+                    self._owner.list_never_created(fork, sender)
                 self._outbox.put(Confirm, sender, (fork.ref, fork.fork_id))
             elif first and fork.owner == sender == self.me:
                 self._owner.strike_off(self.me, fork.ref, fork.fork_id)

@@ -51,7 +51,7 @@ _NOBODY = -1
 class _Owned(msgspec.Struct, gc=False):
     """The listing of one value: which fork is held by which member. Mutable: all fields.
 
-    ``listed_by``: the member whose message listed it before it was created, if none has created it yet.
+    ``listed_by``: the member whose message listed it before it was created, or that withdrew its creation.
     """
 
     created: bool
@@ -101,9 +101,13 @@ class OwnerSide:
         owned.created = True
         owned.holders[fork.fork_id] = fork.holder
 
-    def list_never_created(self, fork: Fork) -> None:
-        """List ``fork``, whose creation was withdrawn: its value is an error, held like any other value."""
+    def list_never_created(self, fork: Fork, sender: int) -> None:
+        """List ``fork``, whose creation ``sender`` has withdrawn: its value is an error, held like any other value."""
+        if self._awaited[sender] >= MOST_AWAITED:
+            return  # it makes them up, too
         self.list_created(fork)
+        self._awaited[sender] += 1
+        self._owned[fork.ref].listed_by = sender
         self._outbox.effects.append(NeverCreated(fork.ref))
 
     def _count_as_made(self, owned: _Owned) -> None:

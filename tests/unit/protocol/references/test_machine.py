@@ -91,3 +91,17 @@ def test_one_member_refers_to_so_many_values_that_nobody_created(monkeypatch: py
     register(ANNA, 6)
     assert trio.owner.lists(RefId(CARL, 5))
     assert not trio.owner.lists(RefId(CARL, 6))
+
+
+def test_one_member_withdraws_so_many_creations_that_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("farcall.protocol.references.owner.MOST_AWAITED", 2)
+    trio = Trio()
+
+    def withdraw(number: int) -> bool:
+        fork = Fork(RefId(ANNA, number), ForkId(ANNA, number), OWNER, ANNA, number)
+        trio.owner.hear(ANNA, Withdraw([fork]), 0.0)
+        return trio.owner.lists(fork.ref)
+
+    assert [withdraw(number) for number in (1, 2, 3)] == [True, True, False]
+    trio.owner.hear(ANNA, Release([(RefId(ANNA, 1), ForkId(ANNA, 1))]), 0.0)
+    assert withdraw(4)
