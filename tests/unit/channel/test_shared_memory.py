@@ -55,19 +55,11 @@ def test_filling_a_fresh_block_touches_its_pages_once_and_its_neighbours_never(p
     before, block, behind = (allocated(pool, size) for _ in range(3))
     for other in (before, behind):
         other.fill(memoryview(b"o" * size))
-<<<<<<< HEAD
-    numbers, again = torch.arange(size // 4, dtype=torch.int32), b"b" * size  # made first: their pages are fresh, too
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    block.fill(memoryview(numbers.numpy()))
-    assert block.view == memoryview(numbers.numpy()).cast("B")
-    block.fill(memoryview(again))
-=======
     numbers, later = torch.arange(size // 4, dtype=torch.int32), memoryview(b"b" * size)
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     block.fill(memoryview(numbers.numpy()))
     assert block.view == memoryview(numbers.numpy()).cast("B")
     block.fill(later)
->>>>>>> 056ca846 (Pages that a first large message filled are mapped in half the time: the kernel was asked for each by itself)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < 1.5 * size / PAGE_BYTES
     assert (before.view, block.view, behind.view) == (b"o" * size, b"b" * size, b"o" * size)
 
