@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import subprocess
 import sys
 import threading
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from tests.kit.team import team
 from tests.kit.times import LONG_S
 
 import farcall
@@ -120,3 +123,35 @@ def test_a_node_that_is_expelled_while_it_starts_is_nobodys_current_one(
         farcall.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
     with pytest.raises(NotInitialized):
         farcall.get_worker_info()
+
+
+class Malloc(ctypes.Structure):
+    """What glibc's ``mallinfo2`` says of the memory of C code."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", *"abc", "mapped", *"de", "used", *"fg")]
+
+
+counts_malloc = getattr(ctypes.CDLL(None), "mallinfo2", None)
+
+
+def memory_in_use() -> tuple[int, int]:
+    """Python's blocks, and the bytes of C code."""
+    assert counts_malloc is not None
+    counts_malloc.restype = Malloc
+    gc.collect()
+    found = counts_malloc()
+    return sys.getallocatedblocks(), found.used + found.mapped
+
+
+@pytest.mark.skipif(counts_malloc is None, reason="no glibc that counts its memory")
+def test_starts_and_shutdowns_of_a_fixed_group_leave_nothing_behind() -> None:
+    cycles = 40
+    for number in range(2 * cycles):
+        if number == cycles:
+            blocks_before, bytes_before = memory_in_use()
+        with team([None, None], 2) as nodes:
+            assert nodes[0].rpc_sync("w1", len, ("one",)) == 3
+    blocks, size_bytes = memory_in_use()
+    # Usually 10 blocks and 300 bytes each time: tables that grow.
+    assert blocks - blocks_before < 40 * cycles
+    assert size_bytes - bytes_before < 2000 * cycles
