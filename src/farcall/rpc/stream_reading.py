@@ -32,6 +32,7 @@ from farcall.serialize import decode_failure, discard, read_value
 
 if TYPE_CHECKING:
     from farcall.rpc.node_streams import Streams
+    from farcall.rpc.rref import RRef
 
 
 class _News:
@@ -222,10 +223,13 @@ class Reader:
 
 
 class StreamCall(Reader, PendingCall):
-    """A call whose callee sends items."""
+    """A call whose callee sends items; it holds the reference whose value's method that is until the answer comes."""
 
-    def __init__(self, streams: Streams, peer: Peer, what: Callable[..., Any], timeout_s: float) -> None:
+    def __init__(
+        self, streams: Streams, peer: Peer, what: Callable[..., Any], timeout_s: float, keeps: RRef[Any] | None
+    ) -> None:
         super().__init__(streams, peer, name_of(what), outgoing=False)
+        self._keeps = keeps
         self.what: Callable[..., Any] = what
         self.timeout_s: float = timeout_s
         now = monotonic()
@@ -244,6 +248,7 @@ class StreamCall(Reader, PendingCall):
     def on_answer(self, frame: Frame) -> None:
         """The function, or its generator, is done. The answer may overtake large parts: linger until all have come."""
         self.arrived = True
+        self._keeps = None
         if frame.kind == FAILURE:
             self.break_off(refusal(frame, self.peer) if frame.flags & REFUSED else decode_failure(frame, self.peer))
         elif not self.complete:
@@ -254,6 +259,7 @@ class StreamCall(Reader, PendingCall):
         if self.profile is not None:
             self.profile.ended()
         self.arrived = True
+        self._keeps = None
         self.break_off(error)
 
     def wait_until(self) -> float:

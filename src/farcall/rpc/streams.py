@@ -21,7 +21,6 @@ from farcall.protocol.notes import STREAM
 from farcall.rpc.call import encode_request, send
 from farcall.rpc.method_calls import Proxy, method_request
 from farcall.rpc.node_streams import Streams
-from farcall.rpc.owner_calls import Creation
 from farcall.rpc.stream_reading import Reader, StreamCall
 from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.node import Runtime, runtime_of_thread
@@ -220,7 +219,7 @@ def stream_method(rref: RRef[Any], name: str, timeout_s: float | None, /, *args:
     """Call a method, which returns an iterable, of a value at its owner; return the stream of its items."""
     check_no_gradients()
     peer, what, frame = method_request(rref, name, args, kwargs)
-    return send_stream_call(rref._references.node, peer, what, frame, timeout_s, rref._creation)
+    return send_stream_call(rref._references.node, peer, what, frame, timeout_s, rref)
 
 
 def check_no_gradients() -> None:
@@ -237,10 +236,12 @@ def send_stream_call(
     what: Callable[..., Any],
     frame: Frame,
     timeout_s: float | None,
-    creation: Creation | None = None,
+    rref: RRef[Any] | None = None,
 ) -> Stream[Any]:
-    """Send ``frame`` as the request of a stream. ``creation``: the creating call of the method's object."""
-    call = StreamCall(node.part(Streams), peer, what, 0.0 if timeout_s is UNSET_TIMEOUT else check_timeout(timeout_s))
+    """Send ``frame`` as the request of a stream. ``rref``: what is called is a method of that reference's value."""
+    timeout_s = 0.0 if timeout_s is UNSET_TIMEOUT else check_timeout(timeout_s)
+    call = StreamCall(node.part(Streams), peer, what, timeout_s, rref)
+    creation = None if rref is None else rref._creation
     if creation is not None and not (creation.arrived and creation.error is None):
         creation.attach(call, frame)  # if the creation fails, no object exists to call
     if is_profiled() or PROFILING.everywhere:

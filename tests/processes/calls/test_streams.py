@@ -23,6 +23,7 @@ from farcall.protocol.frames import FAILURE
 from farcall.protocol.streams import WINDOW_BYTES, WINDOW_ITEMS
 from farcall.rpc.call import encode_request
 from farcall.rpc.node_streams import Streams
+from farcall.rpc.references import NodeReferences
 from farcall.rpc.stream_writing import MOST_ITEMS, Writer
 from farcall.runtime.calls.pending import SyncCall
 from farcall.runtime.node import runtime_of
@@ -103,6 +104,10 @@ def forever() -> Iterator[int]:
         SEEN["ended"] = True
 
 
+def wait_for_leave() -> None:
+    assert SEEN["may_run"].wait(LONG_S)
+
+
 class Model:
     def tokens(self, word: str) -> Iterator[str]:
         yield from word
@@ -144,6 +149,26 @@ def test_methods_are_streams_too(ps: farcall.Worker) -> None:
     assert "".join(model.stream.tokens("hello")) == "hello"
     assert "".join(model.stream(Model.tokens_async, "hello")) == "hello"
     assert list(ps.stream(sorted, [3, 1, 2])) == [1, 2, 3]
+
+
+def test_the_object_of_a_method_stays_until_its_stream_has_ended(nodes: list[farcall.Node]) -> None:
+    may_run = SEEN["may_run"] = threading.Event()
+    model, other = nodes[0]["w1"].create(Model), nodes[0]["w1"].create(Model)
+    wait_until(model.confirmed_by_owner)
+    wait_until(other.confirmed_by_owner)
+    kept, dropped = model._fork.ref, other._fork.ref
+    places = runtime_of(nodes[1]).part(NodeReferences).places
+    before = [nodes[0]["w1"].start(wait_for_leave) for _ in range(farcall.RpcBackendOptions().num_worker_threads)]
+    stream = model.stream.tokens("hello")  # waits in the owner's queue
+    try:
+        del model
+        del other  # released after the model, so the owner would have heard of both
+        wait_until(lambda: dropped not in places)
+    finally:
+        may_run.set()
+    assert "".join(stream) == "hello"
+    farcall.gather(*before)
+    wait_until(lambda: kept not in places)
 
 
 @pytest.mark.parametrize("items", [0, 5, 3000])
