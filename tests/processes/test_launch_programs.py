@@ -89,18 +89,22 @@ os.kill(os.getpid(), 9)
     "end",
     [
         "signal.SIGKILL",
+        "signal.SIGTERM",
         "signal.SIGINT",
         "raise ValueError('mine')",
         "os._exit(3)",
         pytest.param(WITH_A_CHILD, id="with a child"),
     ],
 )
-def test_no_worker_outlives_its_driver(end, tmp_path):
+def test_no_worker_and_no_temporary_file_outlives_its_driver(end, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
+    temporary = tmp_path / "t"
+    temporary.mkdir()
     number = getattr(signal, end.removeprefix("signal."), None)
     driver = subprocess.Popen(
         [sys.executable, "program.py", end if number is None else "time.sleep(600)"],
         cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -121,6 +125,7 @@ def test_no_worker_outlives_its_driver(end, tmp_path):
     if number is signal.SIGINT or end.startswith("raise"):
         assert said.startswith("Traceback"), said  # no word of the workers that it ended itself
     wait_gone(processes)
+    assert set(os.listdir(temporary)) <= {f"farcall-{os.getuid()}"}  # the user's runtime directory
 
 
 @pytest.mark.parametrize(

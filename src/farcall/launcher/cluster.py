@@ -35,7 +35,6 @@ from farcall.launcher.engine import Engine, WorkerSpec
 from farcall.launcher.launch import check_number
 from farcall.launcher.lives import Restarts, State
 from farcall.launcher.output import Output, WorkerOutput
-from farcall.launcher.own_folder import OwnFolder
 from farcall.launcher.parcel import Parcel
 from farcall.launcher.supervisor import END_S, Supervised, Supervisor
 from farcall.launcher.table import LiveTable
@@ -50,6 +49,7 @@ from farcall.rpc.timeouts import UNSET_TIMEOUT, check_wait
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime, current_runtime
 from farcall.runtime.node.current import slot
+from farcall.runtime.rendezvous.meeting_place import MEMORY_SCHEME
 from farcall.serialize.allowance import INSTALLED, Table
 from farcall.serialize.code import MAIN
 from farcall.serialize.functions import forget_names
@@ -112,17 +112,15 @@ class Cluster:
         self._ending = threading.RLock()  # held by the thread that ends the cluster, or by its signal handler
         self._is_over = False
         self._process = os.getpid()
-        self._place = OwnFolder("farcall-launch-")
-        init_method = f"file://{quote(self._place.name)}/store"
         common = options.replace(secret=self._secret, secret_file=None)
         if has_table and options.observing.secret is None:  # each would have one of its own
             observing = dataclasses.replace(options.observing, secret=secrets.token_hex(32))
             common = common.replace(observing=observing)
         advertise = options.advertise or engine.driver_host
-        mine = common.replace(init_method=init_method, advertise=advertise, port=port or options.port)
+        # Workers come by the driver's address, so no file is needed, which would stay behind after SIGTERM.
+        mine = common.replace(init_method=f"{MEMORY_SCHEME}://", advertise=advertise, port=port or options.port)
         self._options = pickle.dumps(common)
         with ExitStack() as undone:
-            undone.callback(self._place.cleanup)
             api.init_rpc(DRIVER, rank=DRIVER_RANK, rpc_backend_options=mine)
             undone.callback(_leave)
             self._node: Runtime = current_runtime()
@@ -238,7 +236,6 @@ class Cluster:
             finally:
                 if slot.runtime is self._node:
                     _leave()
-                self._place.cleanup()
                 self._output.close()
                 self._table.close()
             atexit.unregister(self.shutdown)

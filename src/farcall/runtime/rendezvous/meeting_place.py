@@ -20,6 +20,8 @@ from farcall.transport.tcp import parse_tcp
 
 MEMBERS_SCHEME = "farcall"
 """``farcall://host:port``: the address of a member instead of a store."""
+MEMORY_SCHEME = "memory"
+"""``memory://``: a store in this process, for the founder of a group that others join by its address."""
 _START_WITH = "start with `farcall run --workers N PROGRAM` or torchrun, which set it"
 
 

@@ -25,7 +25,7 @@ from farcall.errors import InitError, MissingPeers
 from farcall.protocol.backoff import Backoff
 from farcall.runtime.io.bounded_call import Unanswered, in_bounded_time
 from farcall.runtime.rendezvous.addresses import is_local, is_loopback
-from farcall.runtime.rendezvous.meeting_place import MeetingPlace
+from farcall.runtime.rendezvous.meeting_place import MEMORY_SCHEME, MeetingPlace
 from farcall.runtime.rendezvous.missing_notice import MissingNotice
 
 _FIRST_PAUSE_S = 0.02
@@ -66,6 +66,8 @@ def open_store(place: MeetingPlace, deadline: float, cancelled: threading.Event)
         store = _open_tcp(place, deadline, cancelled)
     elif place.scheme == "file":
         store = _open_file(place)
+    elif place.scheme == MEMORY_SCHEME:
+        store = dist.HashStore()  # type: ignore[attr-defined,assignment]
     else:
         left = timedelta(seconds=max(0.1, deadline - time.monotonic()))
         try:
