@@ -15,6 +15,7 @@ import torch
 
 import farcall
 import farcall.autograd as dist_autograd
+from farcall.serialize.code import is_available
 from farcall.testing.cluster import finish, start_processes, temporary_file_url
 
 SOURCE = str(Path(farcall.__file__).parent) + os.sep
@@ -88,6 +89,18 @@ def _operations() -> dict[str, Callable[[], object]]:
             dist_autograd.backward(context_id, [result.sum()])
             dist_autograd.get_gradients(context_id)
 
+    def own(tensor: torch.Tensor) -> int:
+        return tensor.numel()
+
+    scale = 3
+
+    def with_a_value(tensor: torch.Tensor) -> int:
+        return tensor.numel() * scale
+
+    by_value: dict[str, Callable[[], object]] = {
+        "function by value": lambda: farcall.rpc_sync("w1", own, args=(inputs,)),
+        "function by value with a value": lambda: farcall.rpc_sync("w1", with_a_value, args=(inputs,)),
+    }
     return {
         "no-op": lambda: farcall.rpc_sync("w1", nothing),
         "handle": lambda: worker.call(numel, inputs),
@@ -96,6 +109,7 @@ def _operations() -> dict[str, Callable[[], object]]:
         "operator in shared memory": lambda: farcall.rpc_sync("w1", torch.add, args=(large, large + 1)),
         "reference": lambda: farcall.remote("w1", numel, args=(inputs,)).to_here(),
         "backward": step,
+        **(by_value if is_available() else {}),
     }
 
 

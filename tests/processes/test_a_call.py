@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.kit.travel import SOURCE, Travel, measure
 
+from farcall.serialize.code import is_available
 from farcall.serialize.flat import speedups
 
 PAGE = Path(__file__).parents[2] / "docs" / "a_call.md"
@@ -72,3 +73,11 @@ def test_a_call_through_a_handle_costs_the_same(travels: dict[str, Travel]) -> N
     # Not against the files of the other: on a busy machine one of them may pass a timer.
     assert travels["handle"].files - files_named(section("One call")) == {"rpc/handles.py"}
     assert travels["handle"].functions <= MARGIN * travels["call"].functions
+
+
+@pytest.mark.skipif(not is_available(), reason="needs cloudpickle: pip install 'farcall[notebook]'")
+@pytest.mark.parametrize(("operation", "more"), [("function by value", 3), ("function by value with a value", 5)])
+def test_a_function_by_value_costs_little_more_than_a_module_s(
+    travels: dict[str, Travel], operation: str, more: int
+) -> None:
+    assert travels[operation].functions <= travels["call"].functions + more + 0.5  # of ten calls, one may wake twice

@@ -7,6 +7,7 @@ sides cache; any other function is pickled with the arguments. Asynchronous call
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -63,15 +64,11 @@ def encode_request(
     if func.__class__ is FunctionType:
         function = encode_function(func) or b""
         if not function:
-            from farcall.serialize.units import split  # programs whose functions have names need none
-
-            function, values = split(func) or (b"", None)
+            function, values = _splitter()(func) or (b"", None)
     else:
         function = name_function(func, args or (), kwargs) or b""
         if not function and isinstance(func, type):
-            from farcall.serialize.units import split
-
-            function, values = split(func) or (b"", None)
+            function, values = _splitter()(func) or (b"", None)
     if not function and not callable(func):
         raise _not_callable(func)
     if not args and not kwargs and function and values is None:
@@ -86,6 +83,13 @@ def encode_request(
         withdraw(frame)
         raise
     return frame
+
+
+@cache
+def _splitter() -> Callable[[Any], tuple[bytes, list[Any] | None] | None]:
+    from farcall.serialize.units import split  # programs whose functions have names need none
+
+    return split
 
 
 def _not_callable(func: object) -> TypeError:

@@ -136,9 +136,9 @@ def is_plain(value: Any, depth: int = 0) -> bool:
     if kind in _CONTAINERS or kind is dict:
         if depth == _MOST_DEPTH:
             return False
-        return all(is_plain(one, depth + 1) for one in value) and (
-            kind is not dict or all(is_plain(one, depth + 1) for one in value.values())
-        )
+        parts = (*value, *value.values()) if kind is dict else value
+        # First without a function of Python's for each part: this is done for each call.
+        return SCALARS.issuperset(map(type, parts)) or all(is_plain(one, depth + 1) for one in parts)
     return kind in policy.REDUCERS and not getattr(getattr(value, "dtype", None), "hasobject", False)
 
 

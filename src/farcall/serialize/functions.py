@@ -58,6 +58,16 @@ def encode_function(function: Any) -> bytes | None:
         if found is function:
             return known[4]
         del _written[id(function)]
+    elif function.__class__ is FunctionType and code.is_available():
+        # What `_encode_function` finds out too, of most functions by value: they pass here with each call.
+        if function.__module__ == "__main__":
+            if code.MAIN.is_alone:
+                return None
+        # No path leads to such a name, but perhaps the bare one does.
+        elif "<" in function.__qualname__ and (
+            getattr(sys.modules.get(function.__module__), function.__name__, _missing) is not function
+        ):
+            return None
     written = _encode_function(function)
     return None if written is None or len(written) > MAX_FUNCTION_BYTES else written
 
@@ -92,7 +102,7 @@ def forget_names() -> None:
 def _encode_function(function: Any) -> bytes | None:
     if policy.installed_pickler() is not None or isinstance(function, functools.partial):
         return None
-    if function.__class__ is not FunctionType:  # a function of a script passes here with each call
+    if function.__class__ is not FunctionType:  # a function of a prompt passes here with each call
         if isinstance(function, torch.jit.ScriptFunction):
             return b"s" + str(function.qualified_name).encode()
         if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):

@@ -41,6 +41,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import starmap
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any, Final, cast
 from weakref import WeakValueDictionary
@@ -131,7 +132,8 @@ class Unit:
         if root.__class__ is FunctionType:
             found[0] = root
         values: list[Any] = []
-        for function, node in zip(found, self._nodes, strict=True):
+        for number, node in enumerate(self._nodes):
+            function = found[number]
             names = function.__globals__
             if (
                 function.__code__ is not node.code
@@ -146,13 +148,25 @@ class Unit:
             for name, fixed in node.fixed:
                 if names.get(name, ABSENT) is not fixed:
                     return None
-            for name, number in node.callees:
-                if not _meets(found, number, names.get(name, ABSENT)):
+            for name, what in node.callees:
+                value = names.get(name, ABSENT)
+                if found[what] is None and value.__class__ is FunctionType:
+                    found[what] = value  # the first function met under a number is the one
+                elif found[what] is not value:
                     return None
             for name in node.values:
                 values.append(names.get(name, ABSENT))
-            if node.parts and not _gather_parts(function, node, found, values):
-                return None
+            for kind, key, role, what in node.parts:
+                try:
+                    value = function.__closure__[key].cell_contents if kind == _CELL else function.__dict__[key]
+                except (KeyError, ValueError):
+                    value = ABSENT
+                if role == _VALUE:
+                    values.append(value)
+                elif role == _CALLEE and found[what] is None and value.__class__ is FunctionType:
+                    found[what] = value
+                elif value is not (what if role == _FIXED else found[what]):
+                    return None
             if node.constants is not None:
                 if node.constants != (function.__defaults__, function.__kwdefaults__):
                     return None
@@ -170,23 +184,6 @@ class Unit:
             if value.__class__ not in SCALARS and not is_plain(value):
                 return None
         return values
-
-
-def _meets(found: list[Any], number: int, value: Any) -> bool:
-    """Is ``value`` the function of that number? The first function met under a number is."""
-    if found[number] is None and value.__class__ is FunctionType:
-        found[number] = value
-    return found[number] is value
-
-
-def _gather_parts(function: FunctionType, node: _Node, found: list[Any], values: list[Any]) -> bool:
-    for kind, key, role, what in node.parts:
-        value = _contents(function, key) if kind == _CELL else function.__dict__.get(key, ABSENT)
-        if role == _VALUE:
-            values.append(value)
-        elif not (value is what if role == _FIXED else _meets(found, what, value)):
-            return False
-    return True
 
 
 def _contents(function: FunctionType, number: int) -> Any:
@@ -511,7 +508,7 @@ class LoadedUnit:
     """A unit at its receiver: the functions of a call are made of it, from the values that came with the call."""
 
     __slots__ = (
-        *("_classes", "_edges", "_functions", "_kept", "_likes", "_made", "_root", "_set", "_slots"),
+        *("_cells", "_classes", "_edges", "_functions", "_kept", "_likes", "_made", "_root", "_set", "_slots"),
         *("function", "size_bytes"),
     )
 
@@ -527,6 +524,7 @@ class LoadedUnit:
         self._edges: list[tuple[Place, int]] = [edge for edge in edges if edge[0][0] not in kept]
         self._slots: list[Place] = slots
         self._set = [_set_by_hand(function) for function in functions]
+        self._cells = [None if one.__closure__ is None else [*map(_in_cell, one.__closure__)] for one in functions]
         self.size_bytes: int = len(content)
         # One for all calls, of functions with values, too: it would not batch, say, what several of them sent.
         self._made: Made | None = None if wrapping is None else made(wrapping[0](functions[0], *wrapping[1]))
@@ -547,16 +545,24 @@ class LoadedUnit:
             names = spaces.get(like)
             if names is None:
                 names = spaces[like] = function.__globals__.copy()
-            cells = function.__closure__
-            closure = None if cells is None else tuple(map(_copy_of, cells))
+            cells = self._cells[number]
+            closure = None if cells is None else tuple(starmap(CellType, cells))
             one = FunctionType(function.__code__, names, function.__name__, None, closure)
             for name, value in self._set[number]:
                 setattr(one, name, value.copy() if value.__class__ is dict else value)
             functions.append(one)
         for place, number in self._edges:
-            _put(functions, place, functions[number])
-        for place, value in zip(self._slots, values, strict=True):
-            if place[1] == _OF_CLASS:
+            if place[1] == _GLOBAL:
+                functions[place[0]].__globals__[place[2]] = functions[number]
+            else:
+                _put(functions, place, functions[number])
+        if len(values) != len(self._slots):
+            raise ValueError(f"{len(values)} values came for the {len(self._slots)} that the code uses")
+        for index, place in enumerate(self._slots):  # zip(..., strict=True) costs more than all the rest
+            value = values[index]
+            if place[1] == _GLOBAL:
+                functions[place[0]].__globals__[place[2]] = value  # as `_put` does, which most calls do not need
+            elif place[1] == _OF_CLASS:
                 set_value(self._classes[place[0]], place[2], value)
             else:
                 _put(functions, place, value)
@@ -573,8 +579,9 @@ def _set_by_hand(function: FunctionType) -> list[tuple[str, Any]]:
     return [(name, getattr(function, name)) for name in names if getattr(function, name) != getattr(bare, name)]
 
 
-def _copy_of(cell: CellType) -> CellType:
+def _in_cell(cell: CellType) -> tuple[Any, ...]:
+    """What another cell like ``cell`` is made with."""
     try:
-        return CellType(cell.cell_contents)
+        return (cell.cell_contents,)
     except ValueError:
-        return CellType()
+        return ()

@@ -243,3 +243,16 @@ def test_a_function_whose_name_is_too_long_for_a_name_travels_with_the_arguments
     long.__name__ = long.__qualname__ = "f" * (MAX_FUNCTION_BYTES - 2 - len(__name__))
     monkeypatch.setattr(sys.modules[__name__], long.__name__, long, raising=False)
     assert len(encode_function(long)) == MAX_FUNCTION_BYTES
+
+
+def test_a_local_function_goes_by_the_bare_name_that_leads_to_it(monkeypatch):
+    def found():
+        pass
+
+    monkeypatch.setattr("farcall.serialize.code.is_available", lambda: True)
+    assert encode_function(found) is None
+    monkeypatch.setattr(f"{__name__}.found", found, raising=False)
+    assert encode_function(found) == b"p" + __name__.encode() + b"\0found"
+    assert decode_function(encode_function(found)) is found
+    monkeypatch.delattr(f"{__name__}.found")
+    assert encode_function(found) is None

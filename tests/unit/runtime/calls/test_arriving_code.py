@@ -220,3 +220,14 @@ def test_a_call_that_comes_while_the_unit_is_loaded_runs_once(node: Node) -> Non
         if len(node.server.went_on) < 3:  # came after the look at who waits: asked again
             node.tell(segment)
         assert len({id(call) for call in node.server.went_on}) == len(node.server.went_on) == 3
+
+
+@pytest.mark.parametrize("values", [[], [1, 2]])
+def test_a_call_with_other_values_than_its_code_uses_is_refused(values: list[int]) -> None:
+    scale = 3
+    segment, sent = units.split(lambda: scale) or (b"", None)
+    unit = units.LoadedUnit(units.content_of(segment[1:33]))
+    assert sent == [3]
+    assert unit.make(sent)() == 3
+    with pytest.raises(ValueError, match="values came for the 1 that the code uses"):
+        unit.make(values)
