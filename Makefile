@@ -12,7 +12,7 @@ export FARCALL_CACHE := $(abspath $(VENV))/cache
 # most of the time.
 JOBS ?= 4
 
-.PHONY: help demo check check-tests test lint extension versions format bench docs wheel clean
+.PHONY: help demo check check-tests test lint extension sanitize versions format bench docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test    style, types, layers and all tests"
 	@echo "make lint    the same without the tests"
 	@echo "make versions   all tests with another Python and torch (PYTHON=python3.14 TORCH=2.15.0)"
+	@echo "make sanitize   the core's stress under ThreadSanitizer, then under AddressSanitizer and UBSan"
 	@echo "make format  let ruff write what it would complain about; redraw the picture of the layers, fill in the figures"
 	@echo "make bench   farcall, stock torch.distributed.rpc and the floor in one run (ARGS='--quick')"
 	@echo "make docs    the documentation as a site, in build/site"
@@ -39,7 +40,7 @@ $(READY): $(USABLE)
 	@touch $@
 
 # The install above builds it as well; this is for a change of its source. Without a compiler there is none.
-$(CODEC): $(READY) hatch_build.py src/farcall/serialize/_speedups.c src/farcall/protocol/_frames.c
+$(CODEC): $(READY) hatch_build.py src/farcall/serialize/_speedups.c src/farcall/protocol/_frames.c $(wildcard src/farcall/core/native/*)
 	@$(BIN)/python hatch_build.py
 	@touch $@
 
@@ -67,6 +68,13 @@ test: $(CODEC)
 
 extension: $(CODEC)
 	$(BIN)/farcall torchscript build || echo "The tests of RPC in TorchScript code are skipped."
+
+# The core without Python under sanitizers, two of them joined by links that break. No report, or it is a fault.
+CORE_TEST = $(CXX) -std=c++17 -O1 -g -pthread -Isrc/farcall/core/native tests/core/native/stress.cc $(filter-out %/module.cc,$(wildcard src/farcall/core/native/*.cc))
+sanitize:
+	@mkdir -p build
+	$(CORE_TEST) -fsanitize=thread -o build/stress-thread && build/stress-thread 30
+	$(CORE_TEST) -fsanitize=address,undefined -o build/stress-address && build/stress-address 30
 
 # What docs/versions.md tells was found out with this. The pins of the other tools do not hold there.
 TORCH  ?= 2.6.0
@@ -106,5 +114,5 @@ wheel:
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis farcall-bench.json farcall-bench.svg farcall-demo farcall-demo-*
-	rm -f src/farcall/serialize/*.so src/farcall/protocol/*.so
+	rm -f src/farcall/serialize/*.so src/farcall/protocol/*.so src/farcall/core/*.so
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,6 +2,8 @@
 
 A hook of hatchling, for wheels and editable installs; as a program, it builds for the tree that it lies in. Without a C
 compiler or Python's headers the wheel is pure Python, which does the same: that is never an error.
+
+The core (``core/native``, docs/design/CORE.md) is built by the program alone, for its tests: nothing uses it yet.
 """
 
 from __future__ import annotations
@@ -22,27 +24,30 @@ except ImportError:  # as a program it needs nothing
 
 PACKAGE = Path("src", "farcall")
 SOURCES = (PACKAGE / "serialize" / "_speedups.c", PACKAGE / "protocol" / "_frames.c")
+CORE = PACKAGE / "core"
 SUFFIX = ".abi3.so"
 TAG = "cp311-abi3"
 """The limited API of this Python, as the source asks for it: later ones have it, too."""
 
 
-def build(source: Path, target: Path) -> str:
-    """Compile ``source`` to ``target``; return why that failed, or nothing."""
+def build(target: Path, *sources: Path) -> str:
+    """Compile ``sources`` to ``target``; return why that failed, or nothing."""
     if os.name != "posix" or sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return "only a CPython with its usual lock, on Linux or a Mac, can use it"
-    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    in_c = sources[0].suffix == ".c"
+    name, usual = ("CC", "cc") if in_c else ("CXX", "c++")
+    compiler = shlex.split(os.environ.get(name) or sysconfig.get_config_var(name) or usual)
     on_a_mac = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
     fresh = target.with_name(f"{target.name}.{os.getpid()}")  # a process may have the old one mapped
     command = [
         *compiler,
-        *("-O2", "-std=c11", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-DNDEBUG"),
+        *("-O2", "-std=c11" if in_c else "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-DNDEBUG"),
         *on_a_mac,
         f"-I{sysconfig.get_path('include')}",
-        *("-o", str(fresh), str(source)),
+        *("-o", str(fresh), *map(str, sources), "-pthread"),
     ]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if done.returncode:
@@ -62,7 +67,7 @@ class SpeedupsHook(BuildHookInterface):  # type: ignore[type-arg]
         for source in SOURCES:
             library = source.with_suffix(SUFFIX)
             target = root / library if version == "editable" else Path(self._folder.name, library.name)
-            why_not = build(root / source, target)
+            why_not = build(target, root / source)
             if why_not:
                 self.app.display_warning(f"farcall's {source.name} is left out, Python does the same: {why_not}")
             elif version != "editable":
@@ -72,8 +77,18 @@ class SpeedupsHook(BuildHookInterface):  # type: ignore[type-arg]
                 build_data["force_include"][str(target)] = str(library.relative_to("src"))
 
 
+def build_here(root: Path) -> None:
+    """Build what is older than its source."""
+    native = root / CORE / "native"
+    libraries = [((root / one).with_suffix(SUFFIX), [root / one]) for one in SOURCES]
+    libraries.append((root / CORE / f"_core{SUFFIX}", sorted(native.glob("*.cc"))))
+    for library, sources in libraries:
+        depends_on = [*sources, *native.glob("*.h")] if sources[0].parent == native else sources
+        if library.exists() and library.stat().st_mtime > max(one.stat().st_mtime for one in depends_on):
+            continue
+        if failed := build(library, *sources):
+            print(f"farcall's {library.name} is not built, Python does the same: {failed}", file=sys.stderr)
+
+
 if __name__ == "__main__":
-    for one in SOURCES:
-        here = Path(__file__).parent / one
-        if failed := build(here, here.with_suffix(SUFFIX)):
-            print(f"farcall's {one.name} is not built, Python does the same: {failed}", file=sys.stderr)
+    build_here(Path(__file__).parent)
