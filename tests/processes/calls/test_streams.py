@@ -516,7 +516,9 @@ def test_an_item_that_waits_for_credit_keeps_its_value(nodes: list[farcall.Node]
     up_to = 2 * WINDOW_BYTES // (1 << 20)
     stream = iter(ps.stream(yield_shared, up_to))
     items = [next(stream)]
-    (request,) = runtime_of(nodes[1]).server.active
+    server = runtime_of(nodes[1]).server
+    wait_until(lambda: len(server.active) == 1)  # the first stream's may be there for a moment after its end
+    (request,) = server.active
     wait_until(lambda: request.writer._gate is not None)  # type: ignore[attr-defined]
     waiting = SEEN["made"]
     SEEN["shared"] += 1
