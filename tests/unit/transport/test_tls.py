@@ -8,7 +8,7 @@ import ssl
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from tests.kit.memory_transport import MemoryTransport, memory_pair
@@ -477,4 +477,26 @@ def test_files_that_are_no_certificates_are_told_at_once(tmp_path: Path) -> None
     for name in ("ca.pem", "localhost.pem", "localhost.key"):
         (tmp_path / name).write_text("nothing")
     with pytest.raises(ValueError, match="farcall certificates"):
+        Tls(options(tmp_path))
+
+
+def test_what_stands_before_a_certificate_may_have_any_letters(files: Path, tmp_path: Path) -> None:
+    """Other programs write whose it is; OpenSSL skips it."""
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    certificate = tmp_path / "localhost.pem"
+    certificate.write_bytes("friendlyName: Zoë's\n".encode() + certificate.read_bytes())
+    here, there = Tls(options(tmp_path)), Tls(options(files))
+    pair = Between(here, there)
+    pair.meet()
+    assert farcall_handshake(pair.left, pair.right) is not None
+
+
+def test_a_key_with_a_password_is_refused_and_nobody_is_asked(files: Path, tmp_path: Path) -> None:
+    """OpenSSL would ask on the terminal; when files are read again, too, on the thread that reads for all links."""
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    key = serialization.load_pem_private_key((tmp_path / "localhost.key").read_bytes(), None)
+    kind, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    locked = serialization.BestAvailableEncryption(b"password")
+    (tmp_path / "localhost.key").write_bytes(key.private_bytes(kind, form, locked))
+    with pytest.raises(ValueError, match="the key needs a password"):
         Tls(options(tmp_path))
