@@ -500,3 +500,19 @@ def test_a_key_with_a_password_is_refused_and_nobody_is_asked(files: Path, tmp_p
     (tmp_path / "localhost.key").write_bytes(key.private_bytes(kind, form, locked))
     with pytest.raises(ValueError, match="the key needs a password"):
         Tls(options(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("alert", "is_about_certificates"), [(40, False), (70, False), (120, False), (45, True), (48, True), (116, True)]
+)
+def test_certificates_are_advised_only_where_the_other_end_speaks_of_them(
+    alert: int, is_about_certificates: bool
+) -> None:
+    """A web server that does not know TLS 1.3, or farcall, says so to members without any, too."""
+    way, inner = memory_pair()
+    dialling = Tls(None).dialled(inner, "host")
+    assert dialling.send((b"x",)) == 0
+    way.send((b"\x15\x03\x03\0\2\2" + bytes([alert]),))
+    with pytest.raises(TlsFailed, match="the other end refuses TLS") as told:
+        dialling.receive_into(memoryview(bytearray(10)))
+    assert ("certificates" in str(told.value)) is is_about_certificates
