@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import ssl
@@ -19,8 +20,16 @@ from farcall.options import RpcBackendOptions, TlsOptions
 from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import MAGIC, TLS_NAME, TLS_RECORD, Hello, Refused, Side
 from farcall.protocol.member import Member
+from farcall.transport import tls as tls_module
 from farcall.transport.address import dial, listen
-from farcall.transport.interface import NotEncrypted, TlsFailed, Transport, TransportBroken, TransportForged
+from farcall.transport.interface import (
+    AcceptPostponed,
+    NotEncrypted,
+    TlsFailed,
+    Transport,
+    TransportBroken,
+    TransportForged,
+)
 from farcall.transport.pump import Pump, _names_host
 from farcall.transport.tls import Tls, _ephemeral, tls_for
 
@@ -459,6 +468,24 @@ def test_recorded_traffic_and_all_secrets_learnt_afterwards_open_nothing() -> No
                 ways_again[1 - way].send((piece,))
                 heard += view[: ends_again[end].receive_into(view) or 0]
         assert heard == b""
+
+
+def test_a_connection_that_gets_no_tls_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of descriptors, it would keep one for as long as the error is looked at."""
+
+    def fail(process: int) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    listener = listen("tcp://127.0.0.1:0")
+    monkeypatch.setattr(tls_module, "_ephemeral", fail)
+    with pytest.raises(AcceptPostponed) as held:
+        dial(listener.address, PATIENCE_S, Tls(None))
+    far = listener.accept()
+    assert far is not None
+    assert far.wait_readable(PATIENCE_S), held
+    assert far.receive_into(memoryview(bytearray(1))) == 0
+    far.close()
+    listener.close()
 
 
 def test_names_in_certificates(files: Path) -> None:
