@@ -340,7 +340,7 @@ def _contexts() -> tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]:
     listening, public = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     dialling = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     for context in (listening, public, dialling):
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3  # whatever openssl.cnf says
     listening.num_tickets = 0  # TLS sessions are never resumed, and only our own bytes may follow the handshake
     dialling.check_hostname = False  # the pump does
     dialling.set_alpn_protocols([ALPN])

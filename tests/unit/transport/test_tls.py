@@ -470,6 +470,12 @@ def test_recorded_traffic_and_all_secrets_learnt_afterwards_open_nothing() -> No
         assert heard == b""
 
 
+def test_it_is_tls_1_3_whatever_the_system_sets_for_other_programs() -> None:
+    """With MaxProtocol = TLSv1.2 in openssl.cnf nobody met anybody: "no protocols available"."""
+    for context in tls_module._contexts():
+        assert context.minimum_version is context.maximum_version is ssl.TLSVersion.TLSv1_3
+
+
 def test_a_connection_that_gets_no_tls_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of descriptors, it would keep one for as long as the error is looked at."""
 
