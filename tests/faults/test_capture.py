@@ -110,7 +110,7 @@ def observed_only(directory: str) -> None:
     wait_until(lambda: Path(directory, "done 2").exists())
 
 
-def take_part(rank: int, spaces: list[str], directory: str, encryption: str) -> None:
+def take_part(rank: int, spaces: list[str], directory: str, encryption: str | None) -> None:
     """w0 and w1 are on two hosts. The third one looks on from its own, by way of w0, which asks w1 for it."""
     enter(spaces[rank])
     torch.set_num_threads(1)
@@ -162,13 +162,13 @@ def words_in(traffic: bytes) -> set[str]:
     return {word for word in (*map(said, WORDS), observed_only.__name__) if word.encode() in traffic}
 
 
-@pytest.mark.parametrize("encryption", ["on", "off"])
-def test_whoever_listens_between_two_hosts_reads_no_word(tmp_path: Path, encryption: str) -> None:
+@pytest.mark.parametrize("encryption", [None, "off"], ids=["default", "off"])
+def test_whoever_listens_between_two_hosts_reads_no_word(tmp_path: Path, encryption: str | None) -> None:
     """With encryption off every one of them is found: that is how it is known that the recording has them all."""
     with hosts(3) as network, recorded(network.spaces[0]) as traffic:
         finish(start_processes(3, take_part, network.spaces, str(tmp_path), encryption), 8 * LONG_S)
     found = words_in(traffic())
-    assert found == (set() if encryption == "on" else {*map(said, WORDS), observed_only.__name__})
+    assert found == (set() if encryption is None else {*map(said, WORDS), observed_only.__name__})
 
 
 PROGRAM = f"""
@@ -183,8 +183,8 @@ farcall.shutdown()
 """
 
 
-@pytest.mark.parametrize("encryption", ["on", "off"])
-def test_so_it_is_with_farcall_run(tmp_path: Path, encryption: str) -> None:
+@pytest.mark.parametrize("encryption", [None, "off"], ids=["default", "off"])
+def test_so_it_is_with_farcall_run(tmp_path: Path, encryption: str | None) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     with hosts(2) as network, recorded(network.spaces[0]) as traffic:
@@ -198,7 +198,7 @@ def test_so_it_is_with_farcall_run(tmp_path: Path, encryption: str) -> None:
                 "MASTER_ADDR": address(0),
                 "MASTER_PORT": str(STORE_PORT),
                 "FARCALL_SECRET": SECRET,
-                "FARCALL_ENCRYPTION": encryption,
+                **({"FARCALL_ENCRYPTION": encryption} if encryption else {}),
             }
             command = ["ip", "netns", "exec", network.spaces[rank], sys.executable, "-m", "farcall", "run", program]
             started.append(subprocess.Popen(command, env=environ))

@@ -304,12 +304,11 @@ def certificates(
     """Make certificates for TLS between the hosts of a cluster; called again, renew them."""
     from farcall.cli.certificates import make_certificates
 
-    console = _console()
     for host, certificate, key in make_certificates(directory, hosts, name or (), days):
-        console.print(
+        typer.echo(
             f"{host}: FARCALL_TLS_CA={directory / 'ca.pem'} FARCALL_TLS_CERT={certificate} FARCALL_TLS_KEY={key}"
         )
-    console.print(
+    typer.echo(
         f"Copy ca.pem and its own two files to each host. Keep {directory / 'ca.key'} here: it signs new certificates."
     )
 

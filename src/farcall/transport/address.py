@@ -33,7 +33,11 @@ def dial(address: str, timeout_s: float, tls: Tls | None = None) -> Transport:
     transport = _scheme(address).dial(address, timeout_s)
     if tls is None or not transport.needs_encryption:
         return transport
-    return tls.dialled(transport, parse_tcp(address)[0])
+    try:
+        return tls.dialled(transport, parse_tcp(address)[0])
+    except BaseException:
+        transport.close()
+        raise
 
 
 def listen(address: str) -> Listener:

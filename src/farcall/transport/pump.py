@@ -198,10 +198,12 @@ class Pump:
             return TlsFailed(f"its certificate is not valid: {error.verify_message}: {_ADVICE}")
         why = (error.reason or str(error)).lower().replace("_", " ")
         if "alert" in why:
-            return TlsFailed(f"the other end refuses TLS with this one ({why}): {_ADVICE}")
-        if self.is_ready:
+            text = f"the other end refuses TLS with this one ({why})"
+        elif self.is_ready:
             return TransportForged(f"somebody between the two ends has changed bytes ({why})")
-        return TlsFailed(f"no TLS with the other end: {why}{f': {_ADVICE}' if 'certificate' in why else ''}")
+        else:
+            text = f"no TLS with the other end: {why}"
+        return TlsFailed(f"{text}: {_ADVICE}" if "certificate" in why or "unknown ca" in why else text)
 
 
 def _names_host(kind: str, name: str, host: str) -> bool:

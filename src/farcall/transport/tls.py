@@ -340,7 +340,7 @@ def _contexts() -> tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]:
     listening, public = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     dialling = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     for context in (listening, public, dialling):
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3  # whatever openssl.cnf says
     listening.num_tickets = 0  # TLS sessions are never resumed, and only our own bytes may follow the handshake
     dialling.check_hostname = False  # the pump does
     dialling.set_alpn_protocols([ALPN])
@@ -351,12 +351,12 @@ def _load(options: TlsOptions) -> _Contexts:
     listening, dialling, public = _contexts()
     ca, certificate, key = options.files
     try:
-        public.load_cert_chain(certificate, key)
+        public.load_cert_chain(certificate, key, _no_password)
         for context in (listening, dialling):
-            context.load_cert_chain(certificate, key)
+            context.load_cert_chain(certificate, key, _no_password)
             context.load_verify_locations(ca)
             context.verify_mode = ssl.CERT_REQUIRED
-        with open(certificate, encoding="ascii") as file:
+        with open(certificate, encoding="latin-1") as file:  # remarks of any kind may surround what is read
             text = file.read()
         begin, end = ssl.PEM_HEADER, ssl.PEM_FOOTER
         first = text[text.index(begin) : text.index(end) + len(end)]
@@ -366,3 +366,8 @@ def _load(options: TlsOptions) -> _Contexts:
         raise ValueError(
             f"cannot use TLS with {ca}, {certificate} and {key}: {error} (`farcall certificates` makes them)"
         ) from error
+
+
+def _no_password() -> str:
+    # OpenSSL would ask on the terminal, wherever the program runs, and each time that the files have changed.
+    raise ValueError("the key needs a password: give it a file without one, that only its user may read")

@@ -8,7 +8,9 @@ import stat
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from farcall.cli.app import app
 from farcall.cli.certificates import make_certificates
 
 
@@ -100,3 +102,12 @@ def test_called_again_it_keeps_the_authority_and_renews_the_rest(tmp_path: Path)
     (tmp_path / "ca.key").write_text("nothing")
     with pytest.raises(SystemExit, match="authority"):
         make_certificates(tmp_path, ["localhost"])
+
+
+def test_what_a_host_has_to_set_is_one_line_to_copy(tmp_path: Path) -> None:
+    """Whatever the folder is called: it was cut where a terminal ends, and brackets in it were taken for a style."""
+    folder = tmp_path / f"{'long ' * 30}[red]"
+    (line, *_) = CliRunner().invoke(app, ["certificates", str(folder), "host0=10.0.0.7"]).output.splitlines()
+    assert line == (
+        f"host0: FARCALL_TLS_CA={folder}/ca.pem FARCALL_TLS_CERT={folder}/host0.pem FARCALL_TLS_KEY={folder}/host0.key"
+    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import ssl
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from tests.kit.memory_transport import MemoryTransport, memory_pair
@@ -19,8 +20,16 @@ from farcall.options import RpcBackendOptions, TlsOptions
 from farcall.protocol.handshake import Established, Handshake
 from farcall.protocol.hello import MAGIC, TLS_NAME, TLS_RECORD, Hello, Refused, Side
 from farcall.protocol.member import Member
+from farcall.transport import tls as tls_module
 from farcall.transport.address import dial, listen
-from farcall.transport.interface import NotEncrypted, TlsFailed, Transport, TransportBroken, TransportForged
+from farcall.transport.interface import (
+    AcceptPostponed,
+    NotEncrypted,
+    TlsFailed,
+    Transport,
+    TransportBroken,
+    TransportForged,
+)
 from farcall.transport.pump import Pump, _names_host
 from farcall.transport.tls import Tls, _ephemeral, tls_for
 
@@ -461,6 +470,30 @@ def test_recorded_traffic_and_all_secrets_learnt_afterwards_open_nothing() -> No
         assert heard == b""
 
 
+def test_it_is_tls_1_3_whatever_the_system_sets_for_other_programs() -> None:
+    """With MaxProtocol = TLSv1.2 in openssl.cnf nobody met anybody: "no protocols available"."""
+    for context in tls_module._contexts():
+        assert context.minimum_version is context.maximum_version is ssl.TLSVersion.TLSv1_3
+
+
+def test_a_connection_that_gets_no_tls_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of descriptors, it would keep one for as long as the error is looked at."""
+
+    def fail(process: int) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    listener = listen("tcp://127.0.0.1:0")
+    monkeypatch.setattr(tls_module, "_ephemeral", fail)
+    with pytest.raises(AcceptPostponed) as held:
+        dial(listener.address, PATIENCE_S, Tls(None))
+    far = listener.accept()
+    assert far is not None
+    assert far.wait_readable(PATIENCE_S), held
+    assert far.receive_into(memoryview(bytearray(1))) == 0
+    far.close()
+    listener.close()
+
+
 def test_names_in_certificates(files: Path) -> None:
     bound = Tls(options(files, bind_names=True))
     pair = Between(bound, bound)
@@ -478,3 +511,41 @@ def test_files_that_are_no_certificates_are_told_at_once(tmp_path: Path) -> None
         (tmp_path / name).write_text("nothing")
     with pytest.raises(ValueError, match="farcall certificates"):
         Tls(options(tmp_path))
+
+
+def test_what_stands_before_a_certificate_may_have_any_letters(files: Path, tmp_path: Path) -> None:
+    """Other programs write whose it is; OpenSSL skips it."""
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    certificate = tmp_path / "localhost.pem"
+    certificate.write_bytes("friendlyName: Zoë's\n".encode() + certificate.read_bytes())
+    here, there = Tls(options(tmp_path)), Tls(options(files))
+    pair = Between(here, there)
+    pair.meet()
+    assert farcall_handshake(pair.left, pair.right) is not None
+
+
+def test_a_key_with_a_password_is_refused_and_nobody_is_asked(files: Path, tmp_path: Path) -> None:
+    """OpenSSL would ask on the terminal; when files are read again, too, on the thread that reads for all links."""
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    key = serialization.load_pem_private_key((tmp_path / "localhost.key").read_bytes(), None)
+    kind, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    locked = serialization.BestAvailableEncryption(b"password")
+    (tmp_path / "localhost.key").write_bytes(key.private_bytes(kind, form, locked))
+    with pytest.raises(ValueError, match="the key needs a password"):
+        Tls(options(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("alert", "is_about_certificates"), [(40, False), (70, False), (120, False), (45, True), (48, True), (116, True)]
+)
+def test_certificates_are_advised_only_where_the_other_end_speaks_of_them(
+    alert: int, is_about_certificates: bool
+) -> None:
+    """A web server that does not know TLS 1.3, or farcall, says so to members without any, too."""
+    way, inner = memory_pair()
+    dialling = Tls(None).dialled(inner, "host")
+    assert dialling.send((b"x",)) == 0
+    way.send((b"\x15\x03\x03\0\2\2" + bytes([alert]),))
+    with pytest.raises(TlsFailed, match="the other end refuses TLS") as told:
+        dialling.receive_into(memoryview(bytearray(10)))
+    assert ("certificates" in str(told.value)) is is_about_certificates

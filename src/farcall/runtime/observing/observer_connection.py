@@ -103,7 +103,7 @@ class ObserverConnection:
             self._loop.watch(self._descriptor, self._on_event)
         if first_bytes:
             self._take(first_bytes)
-        elif self._transport.buffered:
+        if self._transport.buffered:
             self._read()
 
     def tell(self, message: Message) -> None:
@@ -185,7 +185,7 @@ class ObserverConnection:
         if was_waiting and not self._closed:
             if self._descriptor is not None:
                 self._loop.listen(self._descriptor)
-            else:
+            if self._descriptor is None or self._transport.buffered:  # a poll does not report buffered bytes
                 self._loop.call_soon(self._read)
         return NEVER
 

@@ -10,12 +10,14 @@ from tests.kit.clock import Clock
 from tests.kit.memory_transport import MemoryTransport, memory_pair
 
 from farcall.protocol.observing import Ask, encode_framed
+from farcall.runtime.io.loop import READ
 from farcall.runtime.observing import observer_connection
 from farcall.runtime.observing.observer_connection import (
     QUESTIONS_AT_ONCE,
     QUESTIONS_PER_S,
     ObserverConnection,
 )
+from farcall.transport.tls import Tls, TlsTransport
 
 
 class Loop:
@@ -32,6 +34,33 @@ class Loop:
     def run(self) -> None:
         while self.soon:
             self.soon.popleft()()
+
+
+class PollingLoop(Loop):
+    """It also reports what has come over one connection, as a poll does: the wire's bytes, and no others."""
+
+    def __init__(self, wire: MemoryTransport) -> None:
+        super().__init__()
+        self._wire = wire
+        self._listens = True
+
+    def watch(self, descriptor: int, on_event: Callable[[int], object]) -> None:
+        self._on_event = on_event
+
+    def silence(self, descriptor: int) -> None:
+        self._listens = False
+
+    def listen(self, descriptor: int) -> None:
+        self._listens = True
+
+    def want_write(self, descriptor: int, wanted: bool) -> None:
+        pass
+
+    def run(self) -> None:
+        super().run()
+        while self._listens and self._wire.wait_readable(0.0):
+            self._on_event(READ)
+            super().run()
 
 
 class Questions:
@@ -87,3 +116,27 @@ def test_who_asks_as_people_do_does_not_notice(now: list[float]) -> None:
             theirs.send((encode_framed(Ask(3 * number + part, "metrics")),))
         loop.run()
         assert len(questions.asked) == 3 * number + 3
+
+
+def test_questions_that_are_decrypted_already_are_answered_as_well(
+    now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No poll reports them: those that had come while others waited were answered when one more came."""
+    theirs, ours = memory_pair(1 << 20)
+    dialling, listening = Tls(None).dialled(theirs, "host"), Tls(None).accepted(ours)
+    while not dialling.send((b"x",)):
+        listening.receive_into(memoryview(bytearray(10)))
+    assert listening.receive_into(memoryview(bytearray(10))) == 1
+    monkeypatch.setattr(TlsTransport, "fileno", lambda self: 7)
+    loop, questions = PollingLoop(ours), Questions()
+    first, *others = [encode_framed(Ask(number, "metrics", bytes(200))) for number in range(60)]
+    flood = b"".join(others)
+    assert dialling.send((flood,)) == len(flood)
+    view = memoryview(bytearray(100))
+    assert listening.receive_into(view) == len(view)  # a handshake has read the first bytes, and the rest of a record
+    ObserverConnection(listening, loop, questions, lambda connection: None).start(first + bytes(view))  # type: ignore[arg-type]
+    for _ in range(100):
+        now[0] += 0.5
+        loop.clock.turn_to(now[0])
+        loop.run()
+    assert questions.asked == list(range(60))
