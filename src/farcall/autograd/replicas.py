@@ -68,7 +68,7 @@ def _form(replica: DistributedDataParallel) -> tuple[tuple[str, torch.Size], ...
 
 
 def _values(replica: DistributedDataParallel) -> list[float]:
-    """All ranks have the same, and no two modules."""
+    """The same on all ranks, and of no two modules, unless a program gave two the very same ones."""
     return [parameter.detach().abs().double().sum().item() for parameter in replica.parameters()]
 
 

@@ -105,12 +105,12 @@ class Proofs:
         except (msgspec.DecodeError, UnicodeDecodeError):
             pass
         mine = "a secret" if self._is_given else "none"
-        text = f"at {self._place} {who} was given {theirs}, and this process {mine}: {ADD_A_SECRET}"
+        why = f"at {self._place} {who} was given {theirs}, and this process {mine}: {ADD_A_SECRET}"
         if self._secret.path:
-            text += (
+            why += (
                 "; to join a group that changed its secret meanwhile, name a member: init_method='farcall://host:port'"
             )
-        return WrongSecret(text)
+        return WrongSecret(why)
 
 
 _NOTHING = "-"
