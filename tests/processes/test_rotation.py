@@ -149,6 +149,8 @@ def test_a_successor_in_a_group_of_fixed_size_that_has_the_new_secret_alone_name
             hosts.member("w1", 1, (NEW,), size=2).start()
         (address,) = [one for one in runtime_of(node).addresses if one.startswith("tcp")]
         hosts.url = "farcall://" + address.partition("://")[2]
-        with hosts.member("w1", 1, (NEW,), size=2) as late:
-            wait_until(lambda: runtime_of(node).peer("w1").incarnation == runtime_of(late).me.incarnation)
-            call_each_other([node, late])
+        late = hosts.member("w1", 1, (NEW,), size=2)
+        late.start()
+        stack.callback(late.shutdown, False)
+        wait_until(lambda: runtime_of(node).peer("w1").incarnation == runtime_of(late).me.incarnation)
+        call_each_other([node, late])
