@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -13,9 +15,10 @@ from tests.kit.times import LONG_S, PATIENT
 from tests.kit.waiting import wait_until
 
 import farcall
-from farcall.errors import InitError
+from farcall.errors import InitError, WrongSecret
 from farcall.options import ObservingOptions, RpcBackendOptions
 from farcall.runtime.node import runtime_of
+from farcall.testing.cluster import start_processes, temporary_file_url
 
 OLD, NEW = "the secret of last year", "the secret of this year"
 PHASES = [(OLD,), (OLD, NEW), (NEW, OLD), (NEW,)]
@@ -24,9 +27,9 @@ PHASES = [(OLD,), (OLD, NEW), (NEW, OLD), (NEW,)]
 class Hosts:
     """The file of each member, as on hosts of their own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, url: str = "") -> None:
         self.directory = directory
-        self.url = tcp_url()
+        self.url = url or tcp_url()
 
     def put(self, name: str, lines: tuple[str, ...]) -> str:
         path, partial = self.directory / name, self.directory / f"{name}.new"
@@ -35,7 +38,9 @@ class Hosts:
         partial.rename(path)
         return str(path)
 
-    def member(self, name: str, rank: int, lines: tuple[str, ...], start_timeout_s: float = LONG_S) -> farcall.Node:
+    def member(
+        self, name: str, rank: int, lines: tuple[str, ...], start_timeout_s: float = LONG_S, size: int | None = None
+    ) -> farcall.Node:
         options = RpcBackendOptions(
             init_method=self.url,
             secret_file=self.put(name, lines),
@@ -44,7 +49,7 @@ class Hosts:
             start_timeout_s=start_timeout_s,
             observing=ObservingOptions(runtime_directory=str(self.directory / "presence")),
         )
-        return farcall.Node(name, rank, options=options)
+        return farcall.Node(name, rank, size, options)
 
 
 def name_of(node: farcall.Node) -> str:
@@ -119,3 +124,33 @@ def test_while_members_know_two_secrets_one_is_enough_for_newcomers(tmp_path: Pa
                 with hosts.member(f"late{rank}", rank, (secret,)) as late:
                     call_each_other([founder, late])
                 rank += 1
+
+
+def serve(rank: int, directory: str, url: str) -> None:
+    Hosts(Path(directory), url).member("w1", 1, PHASES[0], size=2).start()
+    threading.Event().wait()
+
+
+def test_a_successor_in_a_group_of_fixed_size_that_has_the_new_secret_alone_names_a_member(tmp_path: Path) -> None:
+    """What such a group wrote to its store when it formed stays as it is; the error says which way is left."""
+    hosts = Hosts(tmp_path, temporary_file_url())
+    (other,) = start_processes(1, serve, str(tmp_path), hosts.url)
+    with ExitStack() as stack:
+        stack.callback(other.end)
+        node = hosts.member("w0", 0, PHASES[0], size=2)
+        node.start()
+        stack.callback(node.shutdown, False)
+        for phase in PHASES[1:]:
+            for name in ("w0", "w1"):
+                hosts.put(name, phase)
+        other.kill(signal.SIGKILL)
+        other.process.join()
+        with pytest.raises(WrongSecret, match="a group that changed its secret"):
+            hosts.member("w1", 1, (NEW,), size=2).start()
+        (address,) = [one for one in runtime_of(node).addresses if one.startswith("tcp")]
+        hosts.url = "farcall://" + address.partition("://")[2]
+        late = hosts.member("w1", 1, (NEW,), size=2)
+        late.start()
+        stack.callback(late.shutdown, False)
+        wait_until(lambda: runtime_of(node).peer("w1").incarnation == runtime_of(late).me.incarnation)
+        call_each_other([node, late])

@@ -7,8 +7,8 @@ as usual, and the result goes to the context. Communication does not overlap wit
 
 A parameter does not tell whether it is replicated, so a hook, which begins with farcall, registers replicated modules
 when they are built; those built before are looked for among the objects that the garbage collector lists. They are
-reduced in the order in which they were built, the same on all ranks. `static_graph=True` raises an error: it reduces at
-the end of the pass that computes the gradients.
+reduced in one order on all ranks: those that were found by what they replicate, behind them the others as they were
+built. `static_graph=True` raises an error: it reduces at the end of the pass that computes the gradients.
 """
 
 from __future__ import annotations
@@ -50,10 +50,26 @@ def find_replicas() -> None:
     """Register the replicated modules that exist; it takes tens of milliseconds if there may be any."""
     if not _has_processes():
         return
-    for generation in (2, 1, 0):  # the oldest first, as on all other ranks
-        for thing in gc.get_objects(generation):
-            if issubclass(type(thing), DistributedDataParallel):  # not isinstance, which asks proxies
-                REPLICAS.setdefault(thing, threading.Lock())
+    found = [thing for thing in gc.get_objects() if _is_replica(thing) and thing not in REPLICAS]
+    # Collections reorder what they list, at each rank in another way.
+    if len(set(map(_form, found))) < len(found):
+        found.sort(key=_values)
+    for replica in sorted(found, key=_form):
+        REPLICAS.setdefault(replica, threading.Lock())
+
+
+def _is_replica(thing: object) -> bool:
+    """A whole one. The hook notes those that are being built; ``issubclass``, since `isinstance` asks proxies."""
+    return issubclass(type(thing), DistributedDataParallel) and "reducer" in vars(thing)
+
+
+def _form(replica: DistributedDataParallel) -> tuple[tuple[str, torch.Size], ...]:
+    return tuple((name, parameter.shape) for name, parameter in replica.named_parameters())
+
+
+def _values(replica: DistributedDataParallel) -> list[float]:
+    """The same on all ranks, and of no two modules, unless a program gave two the very same ones."""
+    return [parameter.detach().abs().double().sum().item() for parameter in replica.parameters()]
 
 
 def warn_of_frozen_replicas() -> None:
@@ -95,7 +111,8 @@ class _Deliver(torch.autograd.Function):
 def reduce_gradients(leaves: LeafGradients) -> LeafGradients:
     """Return ``leaves`` with the gradients of replicated parameters averaged by their reducers."""
     for replica, lock in list(REPLICAS.items()):
-        if replica.require_backward_grad_sync:
+        # Without a reducer it is being built, by another thread, or never was: the traceback of an error keeps it.
+        if "reducer" in vars(replica) and replica.require_backward_grad_sync:
             leaves = _reduced(replica, lock, leaves)
     return leaves
 

@@ -176,6 +176,9 @@ class Outcome(torch.futures.Future[T]):
 
     def _add(self, act: Callable[[Any], None]) -> None:
         """Have ``act(self)`` run when this future is done; here and now if it is done already."""
+        if self.done():
+            _call_back(act, self)  # not by torch, which drops what comes out of a callback, Ctrl-C included
+            return
         node = self._node
         adding = [get_ident()]
 

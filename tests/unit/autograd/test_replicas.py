@@ -3,6 +3,7 @@
 import gc
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import permutations
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.unit.autograd.cluster import Network
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import distributed as parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from farcall.autograd import replicas
@@ -96,12 +98,43 @@ def not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_ranks", "not_begun")
-def test_modules_built_before_are_found_in_their_order() -> None:
-    first = Derived(torch.nn.Linear(3, 1))
-    gc.collect()  # it is older now, by the collector's count
-    second = DistributedDataParallel(torch.nn.Linear(3, 1))
-    Network(1)  # init_rpc
-    assert [one for one in replicas.REPLICAS if one in {first, second}] == [first, second]
+def test_modules_built_before_are_found_in_one_order_whatever_the_collector_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each collection moves objects, and no two ranks collect at the same moments."""
+    built = [
+        DistributedDataParallel(torch.nn.Linear(3, 1)),
+        Derived(torch.nn.Linear(2, 1)),
+        Derived(torch.nn.Linear(3, 1)),  # only its values differ from those of the first
+    ]
+    orders = []
+    for listed in permutations(built):
+        monkeypatch.setattr(gc, "get_objects", lambda *_, listed=listed: list(listed))
+        replicas.REPLICAS.clear()
+        Network(1)  # init_rpc
+        orders.append([built.index(one) for one in replicas.REPLICAS])
+    assert sorted(orders[0]) == [0, 1, 2]
+    assert all(order == orders[0] for order in orders)
+
+
+@pytest.mark.usefixtures("two_ranks", "not_begun")
+def test_a_module_that_could_not_be_built_hinders_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traceback of its error may keep it for long; another thread may be building one, too."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("another rank has other shapes")
+
+    network = Network(1)
+    model = torch.nn.Linear(3, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(parallel, "_verify_param_shape_across_processes", fail)
+        with pytest.raises(RuntimeError, match="other shapes") as kept:
+            Derived(model)
+    context = network.workers[0].new_context()
+    network.workers[0].backward(context.id, [model(torch.ones(3)).sum()])
+    assert torch.equal(network.workers[0].get_gradients(context.id)[model.weight], torch.ones(1, 3))
+    network.workers[0].release(context.id)
+    del kept
 
 
 @pytest.mark.usefixtures("two_ranks", "not_begun")

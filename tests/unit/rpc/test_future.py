@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -271,6 +272,33 @@ def test_a_callback_that_fails_on_a_worker_is_reported(
         answer(node, call)
     node.run_tasks()
     assert "a callback of a future failed" in caplog.text
+    assert "KeyError: 'missing'" in caplog.text
+
+
+@pytest.mark.parametrize("add", ADDING.values(), ids=list(ADDING))
+def test_ctrl_c_at_a_callback_of_a_future_that_is_done_reaches_the_program(node: Any, add: Any) -> None:
+    """torch would drop it, and nobody would complete what `then` gives. Here it comes before the first instruction."""
+    call = called(node)
+    answer(node, call)
+
+    def press(frame: Any, event: str, _: object) -> None:
+        if frame.f_code.co_name == "run" and "torch" not in frame.f_code.co_filename:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(press)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            add(call, lambda done: done.value())
+    finally:
+        sys.settrace(before)
+
+
+def test_a_callback_that_fails_at_once_is_reported(node: Any, caplog: pytest.LogCaptureFixture) -> None:
+    call = called(node)
+    answer(node, call)
+    call.add_done_callback(lambda _: {}["missing"])
     assert "KeyError: 'missing'" in caplog.text
 
 

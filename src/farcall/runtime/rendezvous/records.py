@@ -105,7 +105,12 @@ class Proofs:
         except (msgspec.DecodeError, UnicodeDecodeError):
             pass
         mine = "a secret" if self._is_given else "none"
-        return WrongSecret(f"at {self._place} {who} was given {theirs}, and this process {mine}: {ADD_A_SECRET}")
+        why = f"at {self._place} {who} was given {theirs}, and this process {mine}: {ADD_A_SECRET}"
+        if self._secret.path:
+            why += (
+                "; to join a group that changed its secret meanwhile, name a member: init_method='farcall://host:port'"
+            )
+        return WrongSecret(why)
 
 
 _NOTHING = "-"
