@@ -16,16 +16,18 @@ from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
 import farcall
-from farcall.errors import DuplicateName, HandshakeRefused, NotAllowed
+from farcall.errors import DuplicateName, HandshakeRefused, NotAllowed, RemoteError
 from farcall.ids import ForkId, RefId
 from farcall.observe.answering import EVENTS, METRICS, SNAPSHOT, TRACE_BEGIN
 from farcall.observe.observability import Observability
 from farcall.observe.observer import Observer
 from farcall.options import MembershipOptions, ObservingOptions, RpcBackendOptions
+from farcall.protocol.frames import FAILURE, Frame
 from farcall.protocol.hello import observer_key
 from farcall.protocol.membership.events import LinkGivenUp
 from farcall.protocol.membership.messages import Gossip, Obituary, Status, Update
 from farcall.protocol.messages import DevicesMapped
+from farcall.protocol.notes import REFUSED
 from farcall.protocol.observing import HIDDEN, Ask, Told
 from farcall.protocol.references.messages import Fork, Inquire, Register, Withdraw
 from farcall.protocol.weights.messages import BlockOffered, Claim, ClaimAnswered, NameClosed, VersionPushed
@@ -105,6 +107,25 @@ def test_a_name_is_to_be_had_again_a_while_after_the_death(tmp_path: Path) -> No
         assert seen["joined"] - seen["dead"] >= KEPT_S
         wait_until(lambda: len(second.members()) == 3)
         assert second.rpc_sync("w2", name_of_callee) == "it was called"
+
+
+def test_a_refusal_that_cannot_be_read_ends_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of call reads it at another place; where the reading thread did, the call never ended."""
+    with dynamic_team(2, tmp_path) as (caller, hostile):
+        server = runtime(hostile).dispatcher._server
+        nonsense = [b"", b"\xc1", b"\x92\xa1x\x00"]
+        for payload in nonsense:
+
+            def refuse(peer: Any, frame: Frame, payload: bytes = payload) -> None:
+                peer.send(Frame(FAILURE, REFUSED, frame.call_id, payload=payload))
+
+            monkeypatch.setattr(server, "accept", refuse)
+            with pytest.raises(RemoteError, match="cannot be read"):
+                caller.rpc_sync("w1", name_of_callee)
+            with pytest.raises(RemoteError, match="cannot be read"):
+                list(caller["w1"].stream(name_of_callee))
+        monkeypatch.undo()
+        assert caller.rpc_sync("w1", name_of_callee) == "it was called"
 
 
 # --- weights -------------------------------------------------------------------------------------------
