@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
@@ -16,13 +17,13 @@ from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
 import farcall
-from farcall.errors import DuplicateName, HandshakeRefused, NotAllowed, RemoteError
+from farcall.errors import DuplicateName, HandshakeRefused, NotAllowed, RemoteError, RpcTimeout
 from farcall.ids import ForkId, RefId
 from farcall.observe.answering import EVENTS, METRICS, SNAPSHOT, TRACE_BEGIN
 from farcall.observe.observability import Observability
 from farcall.observe.observer import Observer
 from farcall.options import MembershipOptions, ObservingOptions, RpcBackendOptions
-from farcall.protocol.frames import FAILURE, Frame
+from farcall.protocol.frames import FAILURE, RESPONSE, Frame
 from farcall.protocol.hello import observer_key
 from farcall.protocol.membership.events import LinkGivenUp
 from farcall.protocol.membership.messages import Gossip, Obituary, Status, Update
@@ -31,6 +32,7 @@ from farcall.protocol.notes import REFUSED
 from farcall.protocol.observing import HIDDEN, Ask, Told
 from farcall.protocol.references.messages import Fork, Inquire, Register, Withdraw
 from farcall.protocol.weights.messages import BlockOffered, Claim, ClaimAnswered, NameClosed, VersionPushed
+from farcall.rpc.node_streams import Streams
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.node import Runtime
 from farcall.secret import Secret
@@ -126,6 +128,22 @@ def test_a_refusal_that_cannot_be_read_ends_its_call(tmp_path: Path, monkeypatch
                 list(caller["w1"].stream(name_of_callee))
         monkeypatch.undo()
         assert caller.rpc_sync("w1", name_of_callee) == "it was called"
+
+
+@pytest.mark.parametrize("is_awaited", [False, True], ids=["waited for", "awaited"])
+def test_a_stream_that_is_answered_without_its_items_ends_at_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_awaited: bool
+) -> None:
+    async def read_all(stream: Any) -> list[Any]:
+        return [item async for item in stream]
+
+    with dynamic_team(2, tmp_path) as (caller, hostile):
+        server = runtime(hostile).dispatcher._server
+        monkeypatch.setattr(server, "accept", lambda peer, frame: peer.send(Frame(RESPONSE, 0, frame.call_id)))
+        stream = caller["w1"].options(timeout=0.5).stream(name_of_callee)
+        with pytest.raises(RpcTimeout, match=r"more than set timeout \(500 ms\).*not sent all items"):
+            asyncio.run(read_all(stream)) if is_awaited else list(stream)
+        assert not runtime(caller).part(Streams).lingering
 
 
 # --- weights -------------------------------------------------------------------------------------------
