@@ -23,11 +23,11 @@ from farcall.observe.answering import EVENTS, METRICS, SNAPSHOT, TRACE_BEGIN
 from farcall.observe.observability import Observability
 from farcall.observe.observer import Observer
 from farcall.options import MembershipOptions, ObservingOptions, RpcBackendOptions
-from farcall.protocol.frames import FAILURE, RESPONSE, Frame
+from farcall.protocol.frames import CONTROL, FAILURE, RESPONSE, Frame
 from farcall.protocol.hello import observer_key
 from farcall.protocol.membership.events import LinkGivenUp
-from farcall.protocol.membership.messages import Gossip, Obituary, Status, Update
-from farcall.protocol.messages import DevicesMapped
+from farcall.protocol.membership.messages import Entries, Gossip, Obituary, Status, Update
+from farcall.protocol.messages import DevicesMapped, encode_message
 from farcall.protocol.notes import REFUSED
 from farcall.protocol.observing import HIDDEN, Ask, Told
 from farcall.protocol.references.messages import Fork, Inquire, Register, Withdraw
@@ -92,8 +92,31 @@ def test_who_is_declared_dead_by_one_loses_that_one_alone(tmp_path: Path) -> Non
     with dynamic_team(3, tmp_path, membership=MembershipOptions(reconnect_s=KEPT_S)) as (hostile, other, victim):
         tell(hostile, victim, Obituary(runtime(victim).me.incarnation, "so I say", 2**53, 0))
         wait_until(lambda: [worker.name for worker in victim.members()] == ["w1", "w2"])
+        for _ in range(3):  # it is no member to the victim any more, which has one other left
+            tell(hostile, victim, Obituary(runtime(victim).me.incarnation, "so I say", 2**53, 0))
         assert other.rpc_sync("w2", name_of_callee) == "it was called"
         assert victim.rpc_sync("w1", name_of_callee) == "it was called"
+
+
+@pytest.mark.parametrize("what", ["bucket", "record"])
+def test_news_that_make_no_sense_are_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """Buckets that no table has, and a claim with the record of somebody else, who was then probed and not found."""
+    with dynamic_team(3, tmp_path) as (hostile, one, other):
+        record = msgspec.structs.replace(runtime(other).membership.me, name="w3", rank=3)
+        news = Gossip(()) if what == "record" else Entries((1 << 40,), (), True)
+        packed = encode_message(news)
+        if what == "record":
+            valid = Gossip((Update(record.incarnation, Status.ALIVE, 1, record),))
+            tag, updates = msgspec.msgpack.decode(encode_message(valid))
+            updates[0][0] ^= 1
+            packed = msgspec.msgpack.encode([tag, updates])
+        runtime(hostile).peer("w1").send(Frame(CONTROL, payload=packed))
+        wait_until(lambda: "w0" not in [worker.name for worker in one.members()])
+        assert other.rpc_sync("w1", name_of_callee) == "it was called"
+        assert len(one.members()) == 2
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_a_name_is_to_be_had_again_a_while_after_the_death(tmp_path: Path) -> None:
