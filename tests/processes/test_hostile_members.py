@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
@@ -16,19 +17,22 @@ from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
 import farcall
-from farcall.errors import DuplicateName, HandshakeRefused, NotAllowed
+from farcall.errors import DuplicateName, HandshakeRefused, NotAllowed, RemoteError, RpcTimeout
 from farcall.ids import ForkId, RefId
 from farcall.observe.answering import EVENTS, METRICS, SNAPSHOT, TRACE_BEGIN
 from farcall.observe.observability import Observability
 from farcall.observe.observer import Observer
 from farcall.options import MembershipOptions, ObservingOptions, RpcBackendOptions
+from farcall.protocol.frames import CONTROL, FAILURE, RESPONSE, Frame
 from farcall.protocol.hello import observer_key
 from farcall.protocol.membership.events import LinkGivenUp
-from farcall.protocol.membership.messages import Gossip, Obituary, Status, Update
-from farcall.protocol.messages import DevicesMapped
+from farcall.protocol.membership.messages import Entries, Gossip, Obituary, Status, Update
+from farcall.protocol.messages import DevicesMapped, encode_message
+from farcall.protocol.notes import REFUSED
 from farcall.protocol.observing import HIDDEN, Ask, Told
 from farcall.protocol.references.messages import Fork, Inquire, Register, Withdraw
 from farcall.protocol.weights.messages import BlockOffered, Claim, ClaimAnswered, NameClosed, VersionPushed
+from farcall.rpc.node_streams import Streams
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.node import Runtime
 from farcall.secret import Secret
@@ -92,6 +96,27 @@ def test_who_is_declared_dead_by_one_loses_that_one_alone(tmp_path: Path) -> Non
         assert victim.rpc_sync("w1", name_of_callee) == "it was called"
 
 
+@pytest.mark.parametrize("what", ["bucket", "record"])
+def test_news_that_make_no_sense_are_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """Buckets that no table has, and a claim with the record of somebody else, who was then probed and not found."""
+    with dynamic_team(3, tmp_path) as (hostile, one, other):
+        record = msgspec.structs.replace(runtime(other).membership.me, name="w3", rank=3)
+        news = Gossip(()) if what == "record" else Entries((1 << 40,), (), True)
+        packed = encode_message(news)
+        if what == "record":
+            valid = Gossip((Update(record.incarnation, Status.ALIVE, 1, record),))
+            tag, updates = msgspec.msgpack.decode(encode_message(valid))
+            updates[0][0] ^= 1
+            packed = msgspec.msgpack.encode([tag, updates])
+        runtime(hostile).peer("w1").send(Frame(CONTROL, payload=packed))
+        wait_until(lambda: "w0" not in [worker.name for worker in one.members()])
+        assert other.rpc_sync("w1", name_of_callee) == "it was called"
+        assert len(one.members()) == 2
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_a_name_is_to_be_had_again_a_while_after_the_death(tmp_path: Path) -> None:
     """Also by the very process that was declared dead: nobody can tell it from others."""
     with dynamic_team(3, tmp_path, membership=MembershipOptions(reconnect_s=KEPT_S)) as (first, second, victim):
@@ -105,6 +130,41 @@ def test_a_name_is_to_be_had_again_a_while_after_the_death(tmp_path: Path) -> No
         assert seen["joined"] - seen["dead"] >= KEPT_S
         wait_until(lambda: len(second.members()) == 3)
         assert second.rpc_sync("w2", name_of_callee) == "it was called"
+
+
+def test_a_refusal_that_cannot_be_read_ends_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of call reads it at another place; where the reading thread did, the call never ended."""
+    with dynamic_team(2, tmp_path) as (caller, hostile):
+        server = runtime(hostile).dispatcher._server
+        nonsense = [b"", b"\xc1", b"\x92\xa1x\x00"]
+        for payload in nonsense:
+
+            def refuse(peer: Any, frame: Frame, payload: bytes = payload) -> None:
+                peer.send(Frame(FAILURE, REFUSED, frame.call_id, payload=payload))
+
+            monkeypatch.setattr(server, "accept", refuse)
+            with pytest.raises(RemoteError, match="cannot be read"):
+                caller.rpc_sync("w1", name_of_callee)
+            with pytest.raises(RemoteError, match="cannot be read"):
+                list(caller["w1"].stream(name_of_callee))
+        monkeypatch.undo()
+        assert caller.rpc_sync("w1", name_of_callee) == "it was called"
+
+
+@pytest.mark.parametrize("is_awaited", [False, True], ids=["waited for", "awaited"])
+def test_a_stream_that_is_answered_without_its_items_ends_at_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_awaited: bool
+) -> None:
+    async def read_all(stream: Any) -> list[Any]:
+        return [item async for item in stream]
+
+    with dynamic_team(2, tmp_path) as (caller, hostile):
+        server = runtime(hostile).dispatcher._server
+        monkeypatch.setattr(server, "accept", lambda peer, frame: peer.send(Frame(RESPONSE, 0, frame.call_id)))
+        stream = caller["w1"].options(timeout=0.5).stream(name_of_callee)
+        with pytest.raises(RpcTimeout, match=r"more than set timeout \(500 ms\).*not sent all items"):
+            asyncio.run(read_all(stream)) if is_awaited else list(stream)
+        assert not runtime(caller).part(Streams).lingering
 
 
 # --- weights -------------------------------------------------------------------------------------------

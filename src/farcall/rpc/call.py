@@ -11,7 +11,9 @@ from functools import cache
 from types import FunctionType
 from typing import Any
 
-from farcall.errors import NetworkError, Overloaded, RpcTimeout
+import msgspec
+
+from farcall.errors import NetworkError, Overloaded, RemoteError, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, REQUEST, Frame
 from farcall.protocol.notes import REFUSED, decode_refusal
@@ -134,10 +136,13 @@ def read_answer(frame: Frame, peer: Peer) -> Any:
     return read_value(frame, peer)
 
 
-def refusal(frame: Frame, peer: Peer) -> Overloaded:
-    """The error for a call that its callee refused."""
+def refusal(frame: Frame, peer: Peer) -> Overloaded | RemoteError:
+    """The error for a call that its callee refused. Raises nothing, whatever came: the call must end."""
     name = peer.info.name
-    found = decode_refusal(frame.payload)
+    try:
+        found = decode_refusal(frame.payload)
+    except msgspec.DecodeError as error:
+        return RemoteError(f"{name} refused the call, and its reason cannot be read: {error}")
     return Overloaded(
         f"{name} is overloaded and did not run this call: {found.queued} calls wait there for a thread, and its "
         f"max_queued_calls is {found.limit}. Call again later (retry=farcall.Retry(...)), have calls wait "

@@ -163,6 +163,7 @@ class Reader:
                     self.peer.help_until(self._news, deadline)
                 while not self.over:
                     gate = self._gate = Gate()  # set before ``over`` is checked again: `_tell` changes that first
+                    deadline = min(deadline, self.wait_until())  # so does an answer, which brings a deadline
                     if not self.over and not gate.wait(-1 if deadline == NEVER else max(0.0, deadline - monotonic())):
                         raise self._too_late()
                     self._gate = None
@@ -178,6 +179,7 @@ class Reader:
             while not self.over:
                 gate = self._gate = LoopGate(loop)
                 if not self.over:
+                    deadline = min(deadline, self.wait_until())
                     left_s = None if deadline == NEVER else max(0.0, deadline - monotonic())
                     try:
                         await asyncio.wait_for(gate.passed, left_s)
@@ -253,6 +255,7 @@ class StreamCall(Reader, PendingCall):
             self.break_off(refusal(frame, self.peer) if frame.flags & REFUSED else decode_failure(frame, self.peer))
         elif not self.complete:
             self.streams.lingering[self.call_id] = self
+            self._tell()  # the wait has a deadline now, if the stream has one
 
     def on_failure(self, error: RpcError) -> None:
         """No answer will come, and no part."""
@@ -263,11 +266,22 @@ class StreamCall(Reader, PendingCall):
         self.break_off(error)
 
     def wait_until(self) -> float:
-        # The table of calls ends a stream that has a deadline of its own.
-        return super().wait_until() if self.deadline == NEVER else NEVER
+        if self.deadline == NEVER:
+            return super().wait_until()
+        return self.deadline if self.arrived else NEVER  # until the answer comes, the table of calls keeps the deadline
+
+    def _too_late(self) -> RpcTimeout:
+        if self.deadline == NEVER:
+            return super()._too_late()
+        self.close()
+        return RpcTimeout(
+            f"RPC ran for more than set timeout ({int(self.timeout_s * 1000)} ms): {self.peer.info.name} has answered "
+            f"{self.name}(), and not sent all items"
+        )
 
     def _end(self) -> None:
-        self.node.calls.cancel(self)
+        if not self.node.calls.cancel(self):
+            self.streams.lingering.pop(self.call_id, None)
 
 
 class Incoming(Reader):

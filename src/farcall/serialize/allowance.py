@@ -254,11 +254,19 @@ class _Reader(_Unpickler):  # type: ignore[misc]
         self._allowance = allowance
         self._left = len(data)
 
-    def _copies(self, value: Any) -> None:
-        """A part of the message is about to be copied: again and again it may not be, or memory would run out."""
-        self._left -= len(value)
-        if self._left < 0:
-            raise _refused("a message that copies one part many times")
+    def _copies(self, *values: Any) -> None:
+        """Parts of the message are about to be copied: again and again they may not be, or memory would run out."""
+        waiting = list(values)
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, (*_CONTENTS, bytearray)):
+                self._left -= len(value)
+            elif type(value) is int:
+                self._left -= value.bit_length() // 8
+            if self._left < 0:
+                raise _refused("a message that copies one part many times")
+            if isinstance(value, tuple):  # such as a shape, among the arguments of another function
+                waiting += value
 
     def find_class(self, module: str, name: str) -> Any:
         return self._allowance.find(module, name)
@@ -278,9 +286,8 @@ class _Reader(_Unpickler):  # type: ignore[misc]
         self._checked(function)
         if type(arguments) is not tuple or not _is_harmless(function, (*arguments, *named)):
             raise _refused(f"calling {function!r} with these arguments while a message is read")
-        if function in _CONTAINERS:
-            for argument in arguments:
-                self._copies(argument if type(argument) in _CONTENTS[:-1] else ())
+        if function in _COPYING or function.__module__ in _OF_TENSORS or function.__name__ == "scalar":
+            self._copies(*arguments, *named)
 
     def load_reduce(self) -> None:
         self._checked_call(*self.stack[-2:])
@@ -393,7 +400,9 @@ _CONTAINERS: Final = (
     collections.Counter,
     torch.Size,
 )
-_CONTENTS: Final = (list, tuple, dict, bytes, str, type(None))
+_COPYING: Final = (*_CONTAINERS, range, decimal.Decimal, fractions.Fraction, ExceptionGroup, UnicodeDecodeError)
+_OF_TENSORS: Final = ("farcall.serialize.rebuild", "farcall.serialize.devices")  # each tensor has a copy of its shape
+_CONTENTS: Final = (list, tuple, dict, bytes, str)
 _FRACTION: Final = re.compile(r"-?[0-9]+(/[0-9]+)?")
 _OF_EVERY_OBJECT: Final = {*vars(object), "__setstate__", "__dict__"} - {"__doc__"}
 _LISTS: Final = (list, collections.deque, bytearray)
@@ -417,7 +426,9 @@ def _is_harmless(function: Any, arguments: tuple[Any, ...]) -> bool:
     if isinstance(function, type) and issubclass(function, _memory_classes()):
         return False  # only to be named: called, they expose uninitialised memory
     if function in _CONTAINERS:
-        return all(type(a) in _CONTENTS or (function is collections.deque and type(a) is int) for a in arguments)
+        return all(
+            a is None or type(a) in _CONTENTS or (function is collections.deque and type(a) is int) for a in arguments
+        )
     if function is fractions.Fraction:  # "1e999999999" would take gigabytes
         return all(type(a) is int or (type(a) is str and _FRACTION.fullmatch(a)) for a in arguments)
     home, name = getattr(function, "__module__", ""), getattr(function, "__name__", "")

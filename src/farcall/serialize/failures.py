@@ -105,6 +105,8 @@ def decode_failure(frame: Frame, peer: Any = None) -> BaseException:
     """
     try:
         type_name, message, remote_traceback, reduction = read_value(Frame(FAILURE, payload=frame.payload))
+        if not type_name.__class__ is message.__class__ is remote_traceback.__class__ is str:
+            raise ValueError("the message is malformed: an error without its texts")
     except Exception as error:
         return RemoteError(f"the call failed, and its error cannot be read: {type(error).__name__}: {error}")
     rebuilt: BaseException | None = None

@@ -312,6 +312,8 @@ def _find_segment(
     if found is None:
         raise SerializationError("the message describes a tensor outside the memory it brought")
     segment_low, inline, compact = table[index][found[0]]
+    if inline is not None and inline.__class__ is not bytearray:  # it would be copied for each segment that names it
+        raise ValueError("the message is malformed: a tensor over memory that must not be written")
     memory = decoding.buffers[~found[1]] if inline is None else inline
     return (index, found[0]), segment_low, memory, compact
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import collections
+import mmap
 import pickle
 import struct
+import sys
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -246,10 +249,70 @@ def repeated(first: bytes, again: bytes) -> bytes:
             b"(K\x01J\x00\x00\x01\x00\x85h\x01\x89h\x00tb",
             id="array",
         ),
+        pytest.param(
+            b"cnumpy\ndtype\n\x8c\x06V65536\x89\x88\x87R\x940",
+            b"c" + np.float64(1).__reduce__()[0].__module__.encode() + b"\nscalar\nh\x01h\x00\x86R",
+            id="scalar",
+        ),
+        pytest.param(
+            b"X" + struct.pack("<I", MIB // 16) + b"9" * (MIB // 16) + b"\x940",
+            b"cdecimal\nDecimal\nh\x01\x85R",
+            id="decimal",
+        ),
+        pytest.param(
+            b"\x8b" + struct.pack("<I", MIB // 16) + b"\x01" * (MIB // 16) + b"\x940",
+            b"cbuiltins\nrange\nK\x00h\x01K\x07\x87R",
+            id="range",
+        ),
+        pytest.param(
+            b"](" + b"cbuiltins\nKeyError\n)R" * 8192 + b"e\x940",
+            b"cbuiltins\nExceptionGroup\n\x8c\x01mh\x01\x86R",
+            id="group",
+        ),
+        pytest.param(
+            b"\x96" + struct.pack("<Q", MIB // 16) + bytes(MIB // 16) + b"\x940",
+            b"cbuiltins\nUnicodeDecodeError\n(\x8c\x01uh\x01K\x00K\x01\x8c\x01mtR",
+            id="undecodable bytes",
+        ),
     ],
 )
 def test_one_part_of_a_message_is_not_copied_many_times(first: bytes, again: bytes) -> None:
     assert peak(repeated(first, again)) < 8 * MIB
+
+
+def memory_taken(payload: bytes, buffers: Sequence[memoryview] = ()) -> int:
+    """The bytes by which this process grows while a message is read and refused; ``tracemalloc`` sees no tensor."""
+    before = resident_bytes()
+    with pytest.raises((NotAllowed, SerializationError)):
+        decode(payload, buffers, peer=SimpleNamespace(devices=None))
+    return resident_bytes() - before
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the size of this process is in /proc")
+@pytest.mark.usefixtures("table")
+class TestManyTensorsOfOnePart:
+    """Memory that Python does not count: torch's own."""
+
+    @pytest.mark.parametrize("inner", [False, True], ids=["plain", "of a class"])
+    def test_shapes(self, inner: bool) -> None:
+        ones = (1,) * 5000
+        call = (rebuild_inline, (bytearray(1), CODES[torch.uint8], ones, ones, 0, 0))
+        function, arguments = (rebuild_as, (Tensor, *call, 0)) if inner else call
+        first, second = (pickle.dumps(part, 3)[2:-1] for part in (function, arguments))
+        data = b"\x80\x05" + first + b"r\x00\x01\x00\x000" + second + b"r\x01\x01\x00\x000"
+        assert memory_taken(data + b"](" + b"j\x00\x01\x00\x00j\x01\x01\x00\x00R" * 3000 + b"e.T") < 64 * MIB
+
+    def test_segments(self) -> None:
+        """A part of the table of segments must be its own memory: one that must not be written is copied for each."""
+        written = b"\x80\x05\x96" + struct.pack("<Q", MIB) + bytes(MIB) + b"\x98\x940](]K\x00h\x00\x89\x87a"
+        table = written + b"q\x01" + b"h\x01" * 199 + b"e."
+        form = table + struct.pack("<I", len(table)) + b"S"
+        views = [Reduced(rebuild_view, (number, CODES[torch.uint8], (1,), (1,), 0, 0)) for number in range(200)]
+        assert memory_taken(message(views, form)) < 64 * MIB
 
 
 @pytest.mark.usefixtures("table")

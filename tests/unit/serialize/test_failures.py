@@ -13,7 +13,8 @@ from farcall import errors
 from farcall.errors import MissingPeers, RemoteError, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, Frame
-from farcall.serialize import decode_failure, encode_failure
+from farcall.serialize import decode_failure, encode_failure, restrict, write_value
+from farcall.serialize.allowance import Allowance
 
 WORKER = WorkerInfo("trainer", 3)
 
@@ -277,6 +278,20 @@ def test_deep_recursion():
     assert type(decode_failure(frame)) is RecursionError
 
 
-@pytest.mark.parametrize("garbage", [b"", b"garbage", pickle.dumps(5)])
+MADE_UP = [5, (5, "message", "traceback", None), ("ValueError", None, "traceback", b""), ("A", "message", 7, None)]
+
+
+@pytest.mark.parametrize("garbage", [b"", b"garbage", *map(pickle.dumps, MADE_UP)])
 def test_garbage_is_still_an_exception(garbage):
     assert isinstance(decode_failure(Frame(FAILURE, payload=garbage)), RemoteError)
+
+
+@pytest.mark.parametrize("made_up", MADE_UP)
+def test_garbage_without_pickle_is_one_too(made_up):
+    frame = Frame(FAILURE)
+    restrict(Allowance((), (), "data"))
+    try:
+        write_value(frame, made_up)
+        assert isinstance(decode_failure(frame), RemoteError)
+    finally:
+        restrict(None)

@@ -32,7 +32,7 @@ class Accusations:
         accusers = self._accusers.setdefault(accused, set())
         accusers.add(sender)
         if accused == table.me:
-            return len(accusers) >= min(needed, max(1, len(table.others)))
+            return len(accusers) >= needed or accusers.issuperset(table.others)  # the liar may be none of these
         if table.member(accused) is None:  # nobody need know the end of a stranger: if it comes, a probe shows that
             self.drop(accused)
             return False

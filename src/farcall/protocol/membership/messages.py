@@ -41,6 +41,7 @@ MAX_UPDATES = 32
 MAX_WHY_CHARACTERS = 400
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Bucket: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=BUCKETS)]
 _Why: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_WHY_CHARACTERS)]
 
 
@@ -73,6 +74,10 @@ class Update(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     why: _Why = ""
     host_is_silent: bool = False
     """Why it is dead, for programs; ``why`` is for people."""
+
+    def __post_init__(self) -> None:
+        if self.member is not None and self.member.incarnation != self.incarnation:
+            raise ValueError("a claim about a member with the record of another one")
 
 
 _DEAD = int(Status.DEAD)
@@ -122,7 +127,7 @@ class Digest(ControlMessage, frozen=True, tag=56):
 class Entries(ControlMessage, frozen=True, tag=57):
     """A part of the sender's table. ``answer``: the receiver should send back its later claims in these buckets."""
 
-    buckets: Annotated[tuple[int, ...], msgspec.Meta(max_length=BUCKETS)]
+    buckets: Annotated[tuple[_Bucket, ...], msgspec.Meta(max_length=BUCKETS)]
     updates: tuple[Update, ...]
     answer: bool
 

@@ -21,6 +21,7 @@ from farcall.protocol.membership.events import (
 )
 from farcall.protocol.membership.machine import State
 from farcall.protocol.membership.messages import (
+    BUCKETS,
     Ack,
     Ask,
     Decision,
@@ -157,6 +158,27 @@ def test_who_declares_this_member_dead_is_dead_to_it_and_to_it_alone() -> None:
     bench.receive(LIAR, obituary())
     assert status(bench, LIAR) is Status.DEAD
     assert not any(update.incarnation == LIAR for update in told(bench))
+
+
+def test_in_a_group_of_three_it_says_so_again_in_vain() -> None:
+    """It is dead to this member then, which has one other left: the word of that one would do."""
+    bench = guarded(size=3)
+    for _ in range(3):
+        bench.receive(LIAR, obituary())
+    assert bench.machine.state is State.MEMBER
+    bench.receive(OTHER, obituary())
+    assert bench.take(Expelled)
+
+
+def test_a_record_of_another_and_buckets_of_no_table_are_malformed() -> None:
+    claim = Update(7, Status.ALIVE, 0, msgspec.structs.replace(RECORDS[VICTIM - 1], incarnation=7))
+    fields = msgspec.to_builtins(claim)
+    assert msgspec.convert(fields, Update) == claim
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert([8, *fields[1:]], Update)
+    for bucket in (-1, BUCKETS, 2**64):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(["tag", [bucket], [], True], Entries)
 
 
 def test_in_a_group_of_two_the_other_is_believed() -> None:
