@@ -239,10 +239,10 @@ def _split_anew(
         advise(function)
     elif not is_by_value(function):
         return None
-    if len(_units) >= _MOST_UNITS:
-        oldest = _units.pop(next(iter(_units)), None)
-        if isinstance(oldest, Unit):
-            _dropped.append(oldest)
+    for oldest in list(_units)[: 1 - _MOST_UNITS]:  # a list: an iterator fails when another thread adds one
+        unit = _units.pop(oldest, None)
+        if isinstance(unit, Unit):
+            _dropped.append(unit)
     times = 0 if before is None else before.times + 1
     try:
         if times > _MOST_TIMES:
