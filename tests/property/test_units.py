@@ -164,6 +164,12 @@ PROGRAMS = {
         "def f(): return A().m()",
         (),
     ),
+    "functions in a mode of autograd": (
+        "import torch\n@torch.no_grad()\ndef g(): return torch.is_grad_enabled(), n\nn = 3\n"
+        "@torch.inference_mode()\ndef f(x): return x + 1, torch.is_inference_mode_enabled(), g()",
+        (1,),
+    ),
+    "a method that is called": ("class A:\n    def m(self): return 3\nm = A().m\ndef f(): return m()", ()),
     "a metaclass": (
         "class M(type):\n    def size(cls): return len(cls.__name__)\nclass A(metaclass=M): pass\n"
         "def f(): return A.size()",
@@ -172,8 +178,8 @@ PROGRAMS = {
     "a method": ("class A:\n    n = 4\n    def m(self): return self.n\nf = A().m", ()),
 }
 WHOLE = {
-    *("a list of functions", "a class whose methods use a container", "a named tuple", "a decorated method"),
-    *("a method", "a namespace of functions"),
+    *("a list of functions", "a class whose methods use a container", "a named tuple", "a method"),
+    *("a method that is called", "a namespace of functions"),
 }
 
 

@@ -42,7 +42,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import starmap
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, cast
 from weakref import WeakValueDictionary
 
@@ -74,6 +74,8 @@ _OF_MODULES: Final = ("__name__", "__package__", "__path__", "__file__")
 _NAMES_A_GLOBAL: Final = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL")
 _HIDES_GLOBALS: Final = {"globals", "exec", "eval"}
 _IMMUTABLE: Final = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_GRADIENT_MODES: Final = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode)
+"""Functions that they decorate have a method of theirs in a cell, which makes such a mode for each call."""
 _LOGGERS: Final = (logging.Logger, logging.RootLogger)
 _MOST_UNITS: Final = 1024
 _MOST_TIMES: Final = 64
@@ -497,6 +499,8 @@ def _is_fixed(place: Place, value: Any) -> bool:
         return not is_by_value(value)
     if isinstance(value, BuiltinFunctionType):
         return isinstance(value.__self__, ModuleType | type | None)
+    if isinstance(value, MethodType):
+        return type(value.__self__) in _GRADIENT_MODES
     kind = type(value)
     return kind in _IMMUTABLE or kind in _LOGGERS or (place[1] == _GLOBAL and place[2] in _OF_MODULES)
 
