@@ -62,7 +62,13 @@ def find_in_code(code: Any, is_fine: Callable[[Any], bool]) -> tuple[str, type] 
 
     ``is_fine(part)`` tries one. Looks at what the code names first, then at the functions and classes among that.
     """
+    from farcall.serialize.code import made
     from farcall.serialize.units import globals_of, is_by_value
+
+    def program_s(part: Any) -> Any:
+        """The program's function, of which farcall made ``part``; else ``part``."""
+        how = made(part) if isinstance(part, FunctionType) else None
+        return part if how is None else how.arguments[0]
 
     def parts_of(owner: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(owner, type):
@@ -82,9 +88,11 @@ def find_in_code(code: Any, is_fine: Callable[[Any], bool]) -> tuple[str, type] 
             yield from ((f"{what} {name}", value) for name, value in list(values.items()))
 
     try:
+        code = program_s(code)
         seen, owners = {id(code)}, [code]
         for owner in owners:
             for label, part in parts_of(owner):
+                part = program_s(part)
                 if isinstance(part, FunctionType | type) and is_by_value(part):
                     if id(part) not in seen:
                         seen.add(id(part))
