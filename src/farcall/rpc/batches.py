@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, overload
 from weakref import ref
 
 from farcall.errors import NotInitialized, RpcError
+from farcall.made import MADE, Made
 from farcall.rpc.batch_queue import CallHere, Item, Queue, Rules, RunningBatch
 from farcall.rpc.outcome import running_loop
 from farcall.runtime.calls.results import Entrusted
@@ -23,7 +24,6 @@ from farcall.runtime.calls.serving import Request
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime, current_runtime
 from farcall.serialize import RECORDING
-from farcall.serialize.code import MADE, Made
 
 A = TypeVar("A")
 R = TypeVar("R")

@@ -49,6 +49,7 @@ from weakref import WeakValueDictionary
 import msgspec
 import torch
 
+from farcall.made import Made, made
 from farcall.protocol.frames import MAX_FUNCTION_BYTES
 from farcall.serialize import policy
 from farcall.serialize.allowance import INSTALLED
@@ -62,7 +63,7 @@ from farcall.serialize.classes import (
     is_plain,
     set_value,
 )
-from farcall.serialize.code import Made, goes_by_value, load_code, made
+from farcall.serialize.code import goes_by_value, load_code
 from farcall.serialize.functions import BY_VALUE, DIGEST_BYTES
 
 _GLOBAL, _CELL, _ATTRIBUTE, _DEFAULTS, _KEYWORD_DEFAULTS, _OF_CLASS = range(6)
