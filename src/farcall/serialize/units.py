@@ -113,7 +113,7 @@ _FIXED, _CALLEE, _VALUE = range(3)
 class Unit:
     """A function taken apart, at its sender. It holds no value that travels, and no function: only their code."""
 
-    __slots__ = ("__weakref__", "_classes", "_found", "_nodes", "content", "has_values", "segment", "times")
+    __slots__ = ("__weakref__", "_classes", "_found", "_nodes", "calls", "content", "has_values", "segment", "times")
 
     def __init__(self, nodes: list[_Node], content: bytes, root: _Code, walk: _Walk, times: int) -> None:
         self._nodes = nodes
@@ -125,6 +125,7 @@ class Unit:
         self.has_values: bool = walk.stores or bool(walk.slots)
         """Are functions made for each call? Else the unit is one function."""
         self.times: int = times
+        self.calls: int = 1
         name = f"{root.__module__}\0{root.__qualname__}".encode()
         self.segment: bytes = (BY_VALUE + hashlib.sha256(content).digest() + name)[:MAX_FUNCTION_BYTES]
         """The function segment of a call."""
@@ -225,6 +226,9 @@ def split(function: _Code) -> tuple[bytes, list[Any] | None] | None:
     if unit.__class__ is Unit:
         values = unit.gather(own)
         if values is not None and INSTALLED.takes_pickles and policy.INSTALLED.pickler is None:
+            unit.calls = calls = unit.calls + 1
+            if not calls & (calls - 1):
+                _advise(own)  # at the 2nd, 4th, 8th ... call: what it uses may have grown
             return unit.segment, values if unit.has_values else None
     elif unit is not None:
         return None
@@ -236,12 +240,9 @@ def split(function: _Code) -> tuple[bytes, list[Any] | None] | None:
 def _split_anew(
     function: _Code, how: Made | None, key: _Key, before: Unit | None
 ) -> tuple[bytes, list[Any] | None] | None:
-    from farcall.serialize.advice import advise
-
-    if not isinstance(function, type):
-        advise(function)
-    elif not is_by_value(function):
+    if isinstance(function, type) and not is_by_value(function):
         return None
+    _advise(function)
     for oldest in list(_units)[: 1 - _MOST_UNITS]:  # a list: an iterator fails when another thread adds one
         unit = _units.pop(oldest, None)
         if isinstance(unit, Unit):
@@ -259,6 +260,13 @@ def _split_anew(
     _units[key] = _sent[unit.segment[1 : 1 + DIGEST_BYTES]] = unit
     values = unit.gather(function)
     return None if values is None else (unit.segment, values if unit.has_values else None)
+
+
+def _advise(function: _Code) -> None:
+    from farcall.serialize.advice import advise
+
+    if not isinstance(function, type):
+        advise(function)
 
 
 def content_of(digest: bytes) -> bytes:
