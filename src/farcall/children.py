@@ -27,6 +27,8 @@ from types import FunctionType
 from typing import Any, Final
 from weakref import WeakSet, WeakValueDictionary
 
+from farcall.made import made
+
 _HOOK: Final = "reducer_override"
 _SPACE: Final = "__farcall_globals__"
 _missing: Final = object()
@@ -126,6 +128,8 @@ def _code_pickler() -> Any:
 
         def reducer_override(self, value: Any) -> Any:
             is_function = type(value) is FunctionType
+            if is_function and (how := made(value)) is not None:
+                return how.maker, how.arguments
             space = _space_of(value.__globals__) if is_function else None
             if space is not None:
                 self.globals_ref.setdefault(id(space.names), _Globals(space.token))

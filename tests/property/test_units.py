@@ -31,6 +31,18 @@ PROGRAMS = {
         "def f(x): return math.floor(x), join('a', 'b'), keys, (t * x).tolist(), torch.zeros(1, dtype=dtype).dtype",
         (2.5,),
     ),
+    "globals of the library's small classes": (
+        "import argparse\nimport re\nfrom datetime import timedelta\nfrom pathlib import Path\n"
+        "word = re.compile('a+')\nroot = Path('x')\nlimit = timedelta(1)\noptions = argparse.Namespace(rate=[0.1])\n"
+        "class A:\n    def m(self): return word.pattern, root / 'z'\n"
+        "def f(x): return word.match(x)[0], root / 'y', limit.days, options.rate, A().m()",
+        ("aab",),
+    ),
+    "a namespace of functions": (
+        "from types import SimpleNamespace\ndef g(): return 1\nkept = SimpleNamespace(g=g)\n"
+        "def f(): return kept.g() , kept.g is g",
+        (),
+    ),
     "a submodule that the module does not import": (
         "import concurrent.futures\nimport xml.dom\nimport xml.dom.minidom\n"
         "def f(): return xml.dom.minidom.__name__, concurrent.futures.__name__",
@@ -152,6 +164,12 @@ PROGRAMS = {
         "def f(): return A().m()",
         (),
     ),
+    "functions in a mode of autograd": (
+        "import torch\n@torch.no_grad()\ndef g(): return torch.is_grad_enabled(), n\nn = 3\n"
+        "@torch.inference_mode()\ndef f(x): return x + 1, torch.is_inference_mode_enabled(), g()",
+        (1,),
+    ),
+    "a method that is called": ("class A:\n    def m(self): return 3\nm = A().m\ndef f(): return m()", ()),
     "a metaclass": (
         "class M(type):\n    def size(cls): return len(cls.__name__)\nclass A(metaclass=M): pass\n"
         "def f(): return A.size()",
@@ -160,7 +178,8 @@ PROGRAMS = {
     "a method": ("class A:\n    n = 4\n    def m(self): return self.n\nf = A().m", ()),
 }
 WHOLE = {
-    *("a list of functions", "a class whose methods use a container", "a named tuple", "a decorated method", "a method")
+    *("a list of functions", "a class whose methods use a container", "a named tuple", "a method"),
+    *("a method that is called", "a namespace of functions"),
 }
 
 

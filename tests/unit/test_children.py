@@ -18,6 +18,8 @@ pytest.importorskip("cloudpickle", reason="the notebook extra is not installed")
 
 # A script of another process: no module has its names.
 SCRIPT = """
+import farcall
+
 class First:
     count = 0
     def second(self):
@@ -35,6 +37,13 @@ def store(value):
 
 def read():
     return state
+
+@farcall.batched()
+def double(numbers):
+    return [2 * number for number in numbers]
+
+def call(number):
+    return double(number)
 """
 
 
@@ -75,6 +84,10 @@ def test_functions_share_their_globals_and_find_what_another_has_stored(script: 
     store = pickle.loads(written[0])
     store(3)
     assert pickle.loads(written[1])() == 3
+
+
+def test_batched_functions_are_batched_there(script: dict[str, Any]) -> None:
+    assert passed(script["double"])(1) == passed(script["call"])(1) == 2
 
 
 def test_what_has_a_name_goes_by_it(monkeypatch: pytest.MonkeyPatch) -> None:

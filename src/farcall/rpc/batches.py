@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, overload
 from weakref import ref
 
 from farcall.errors import NotInitialized, RpcError
+from farcall.made import MADE, Made
 from farcall.rpc.batch_queue import CallHere, Item, Queue, Rules, RunningBatch
 from farcall.rpc.outcome import running_loop
 from farcall.runtime.calls.results import Entrusted
@@ -23,7 +24,6 @@ from farcall.runtime.calls.serving import Request
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime, current_runtime
 from farcall.serialize import RECORDING
-from farcall.serialize.code import MADE, Made
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -43,7 +43,9 @@ class Decorator(Protocol):
     def __call__(self, func: Callable[[S, list[A]], Sequence[R]], /) -> Callable[[S, A], R]: ...
 
 
-def batched(*, max_size: int = 64, within_s: float = 0.002, again_alone: bool = False) -> Decorator:
+def batched(
+    func: None = None, /, *, max_size: int = 64, within_s: float = 0.002, again_alone: bool = False
+) -> Decorator:
     """Decorate a function or method that takes a list of arguments: each caller passes one and gets its own result.
 
     The function returns one result for each argument, in order. An exception among the results is raised to that
@@ -55,6 +57,8 @@ def batched(*, max_size: int = 64, within_s: float = 0.002, again_alone: bool = 
         again_alone: when a batch of several fails, run the function again for each argument by itself, so that only
             the arguments that cause an error fail. For functions that may run twice.
     """
+    if func is not None:
+        raise TypeError("batched is called before it decorates: write @farcall.batched()")
     if max_size < 1:
         raise ValueError(f"max_size must be at least 1, not {max_size!r}")
     if not within_s >= 0:
@@ -88,7 +92,7 @@ def _batched(func: Callable[..., Any], max_size: int, within_s: float, again_alo
             node = current_runtime()
         except NotInitialized:
             return rules.run_alone(owner, argument)  # no node, no other callers: a plain program, or a test
-        queue = node.part(Batches).queue(rules, owner)
+        queue = node.part(Batches).queue(rules, call if owner is None else owner)
         scope = CURRENT.get()
         served = scope if scope is None or isinstance(scope, Request) else _request_of(scope)
         for_caller = served is not None and sys._getframe(1).f_globals.get("__name__", "").startswith("farcall.")
@@ -125,7 +129,10 @@ class BatchCounts(NamedTuple):
 
 
 class _Owner(ref[Any]):
-    """A weak reference to an object and the queues of its methods. By identity: equal objects do not share queues."""
+    """A weak reference to an object and the queues of its methods, or to a function and its own: functions by value go.
+
+    By identity: equal objects do not share queues.
+    """
 
     __slots__ = ("number", "queues")
 
@@ -144,8 +151,7 @@ class Batches:
     def __init__(self, node: Runtime) -> None:
         self._node = node
         self._lock = threading.Lock()
-        self._functions: dict[Rules, Queue] = {}
-        self._methods: dict[int, _Owner] = {}  # by id(), which Python does not reuse before `_forget` has run
+        self._owners: dict[int, _Owner] = {}  # by id(), which Python does not reuse before `_forget` has run
         self.counts: dict[str, BatchCounts] = {}
         self.running: dict[Queue, RunningBatch] = {}
         self._due: set[Queue] = set()  # queues whose first item waits for ``within_s`` to pass
@@ -154,22 +160,19 @@ class Batches:
         node.hooks.ended.append(self._end)
 
     def queue(self, rules: Rules, owner: Any) -> Queue:
-        """The queue of a function, or of a method of ``owner``."""
-        queues = self._functions
-        if owner is not None:
-            entry = self._methods.get(id(owner))
-            if entry is None:
-                with self._lock:
-                    entry = self._methods.setdefault(id(owner), _Owner(owner, self._forget))
-            queues = entry.queues
-        found = queues.get(rules)
+        """The queue of a method of ``owner``; of a function, which is its own owner."""
+        entry = self._owners.get(id(owner))
+        if entry is None:
+            with self._lock:
+                entry = self._owners.setdefault(id(owner), _Owner(owner, self._forget))
+        found = entry.queues.get(rules)
         if found is None:
             with self._lock:
-                found = queues.setdefault(rules, Queue(self._node, self, rules))
+                found = entry.queues.setdefault(rules, Queue(self._node, self, rules))
         return found
 
     def _forget(self, owner: _Owner) -> None:
-        self._methods.pop(owner.number, None)  # runs inside a garbage collection, so it must not take the lock
+        self._owners.pop(owner.number, None)  # runs inside a garbage collection, so it must not take the lock
 
     def begin_when_due(self, queue: Queue) -> None:
         """Begin the next batch of ``queue`` now, or set the timer for it."""

@@ -14,11 +14,15 @@ Owns that distinction, and the numbers. It does not know functions, nor units.
 from __future__ import annotations
 
 import itertools
+import re
+from argparse import Namespace
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from enum import Enum
 from functools import cached_property
 from operator import is_, itemgetter
-from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, NoneType
+from pathlib import Path
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, NoneType, SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -26,9 +30,10 @@ import torch
 from farcall.serialize import policy
 
 ABSENT: Final = object()
-SCALARS: Final = frozenset({NoneType, bool, int, float, complex, str, bytes, bytearray, range, torch.Size})
+_CONSTANTS: Final = (NoneType, bool, int, float, complex, str, bytes, re.Pattern, timedelta, type(Path()))
+SCALARS: Final = frozenset({*_CONSTANTS, bytearray, range, torch.Size})
 _CONTAINERS: Final = (tuple, list, set, frozenset)
-_CONSTANTS: Final = (NoneType, bool, int, float, complex, str, bytes)
+_NAMESPACES: Final = (SimpleNamespace, Namespace)
 _LIBRARIES: Final = ("dataclasses", "reprlib")
 """They make methods, with cells of their own."""
 _OF_PYTHON: Final = (GetSetDescriptorType, MemberDescriptorType)
@@ -133,6 +138,8 @@ def is_plain(value: Any, depth: int = 0) -> bool:
     kind = value.__class__
     if kind in SCALARS:
         return True
+    if kind in _NAMESPACES:
+        value, kind = vars(value), dict
     if kind in _CONTAINERS or kind is dict:
         if depth == _MOST_DEPTH:
             return False

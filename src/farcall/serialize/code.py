@@ -26,34 +26,15 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 from farcall.errors import FunctionNotFound, NotPicklable, RpcError, SerializationError
+from farcall.made import made
 from farcall.serialize.context import Encoding
 from farcall.serialize.policy import REDUCERS, Reducer
 
-MADE = "__farcall_made__"
-"""The attribute of a function that farcall made of one of the program's."""
 HINT = "define it at module level, or install cloudpickle on all workers: pip install 'farcall[notebook]'"
 _missing = object()
-
-
-class Made(NamedTuple):
-    """How farcall made a function, ``maker(*arguments)``: it travels so, not with the code and globals of farcall's.
-
-    ``arguments[0]`` is the program's function; ``keeper.func`` is, too, and may be replaced.
-    """
-
-    function: Any
-    maker: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    keeper: Any
-
-
-def made(function: Any) -> Made | None:
-    """How farcall made ``function``, if it did. (Decorators copy attributes to functions of their own.)"""
-    found = function.__dict__.get(MADE)
-    return found if found is not None and found.function is function else None
 
 
 class Main:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from farcall.made import made
 from farcall.serialize.policy import REDUCERS
 
 _DEEPEST = 12
@@ -64,6 +65,11 @@ def find_in_code(code: Any, is_fine: Callable[[Any], bool]) -> tuple[str, type] 
     """
     from farcall.serialize.units import globals_of, is_by_value
 
+    def program_s(part: Any) -> Any:
+        """The program's function, of which farcall made ``part``; else ``part``."""
+        how = made(part) if isinstance(part, FunctionType) else None
+        return part if how is None else how.arguments[0]
+
     def parts_of(owner: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(owner, type):
             for name, value in list(vars(owner).items()):
@@ -82,9 +88,11 @@ def find_in_code(code: Any, is_fine: Callable[[Any], bool]) -> tuple[str, type] 
             yield from ((f"{what} {name}", value) for name, value in list(values.items()))
 
     try:
+        code = program_s(code)
         seen, owners = {id(code)}, [code]
         for owner in owners:
             for label, part in parts_of(owner):
+                part = program_s(part)
                 if isinstance(part, FunctionType | type) and is_by_value(part):
                     if id(part) not in seen:
                         seen.add(id(part))

@@ -42,13 +42,14 @@ from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import starmap
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, cast
 from weakref import WeakValueDictionary
 
 import msgspec
 import torch
 
+from farcall.made import Made, made
 from farcall.protocol.frames import MAX_FUNCTION_BYTES
 from farcall.serialize import policy
 from farcall.serialize.allowance import INSTALLED
@@ -62,7 +63,7 @@ from farcall.serialize.classes import (
     is_plain,
     set_value,
 )
-from farcall.serialize.code import Made, goes_by_value, load_code, made
+from farcall.serialize.code import goes_by_value, load_code
 from farcall.serialize.functions import BY_VALUE, DIGEST_BYTES
 
 _GLOBAL, _CELL, _ATTRIBUTE, _DEFAULTS, _KEYWORD_DEFAULTS, _OF_CLASS = range(6)
@@ -74,6 +75,8 @@ _OF_MODULES: Final = ("__name__", "__package__", "__path__", "__file__")
 _NAMES_A_GLOBAL: Final = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL")
 _HIDES_GLOBALS: Final = {"globals", "exec", "eval"}
 _IMMUTABLE: Final = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_GRADIENT_MODES: Final = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode)
+"""Functions that they decorate have a method of theirs in a cell, which makes such a mode for each call."""
 _LOGGERS: Final = (logging.Logger, logging.RootLogger)
 _MOST_UNITS: Final = 1024
 _MOST_TIMES: Final = 64
@@ -110,7 +113,7 @@ _FIXED, _CALLEE, _VALUE = range(3)
 class Unit:
     """A function taken apart, at its sender. It holds no value that travels, and no function: only their code."""
 
-    __slots__ = ("__weakref__", "_classes", "_found", "_nodes", "content", "has_values", "segment", "times")
+    __slots__ = ("__weakref__", "_classes", "_found", "_nodes", "calls", "content", "has_values", "segment", "times")
 
     def __init__(self, nodes: list[_Node], content: bytes, root: _Code, walk: _Walk, times: int) -> None:
         self._nodes = nodes
@@ -122,6 +125,7 @@ class Unit:
         self.has_values: bool = walk.stores or bool(walk.slots)
         """Are functions made for each call? Else the unit is one function."""
         self.times: int = times
+        self.calls: int = 1
         name = f"{root.__module__}\0{root.__qualname__}".encode()
         self.segment: bytes = (BY_VALUE + hashlib.sha256(content).digest() + name)[:MAX_FUNCTION_BYTES]
         """The function segment of a call."""
@@ -222,6 +226,9 @@ def split(function: _Code) -> tuple[bytes, list[Any] | None] | None:
     if unit.__class__ is Unit:
         values = unit.gather(own)
         if values is not None and INSTALLED.takes_pickles and policy.INSTALLED.pickler is None:
+            unit.calls = calls = unit.calls + 1
+            if not calls & (calls - 1):
+                _advise(own)  # at the 2nd, 4th, 8th ... call: what it uses may have grown
             return unit.segment, values if unit.has_values else None
     elif unit is not None:
         return None
@@ -233,16 +240,13 @@ def split(function: _Code) -> tuple[bytes, list[Any] | None] | None:
 def _split_anew(
     function: _Code, how: Made | None, key: _Key, before: Unit | None
 ) -> tuple[bytes, list[Any] | None] | None:
-    from farcall.serialize.advice import advise
-
-    if not isinstance(function, type):
-        advise(function)
-    elif not is_by_value(function):
+    if isinstance(function, type) and not is_by_value(function):
         return None
-    if len(_units) >= _MOST_UNITS:
-        oldest = _units.pop(next(iter(_units)), None)
-        if isinstance(oldest, Unit):
-            _dropped.append(oldest)
+    _advise(function)
+    for oldest in list(_units)[: 1 - _MOST_UNITS]:  # a list: an iterator fails when another thread adds one
+        unit = _units.pop(oldest, None)
+        if isinstance(unit, Unit):
+            _dropped.append(unit)
     times = 0 if before is None else before.times + 1
     try:
         if times > _MOST_TIMES:
@@ -256,6 +260,13 @@ def _split_anew(
     _units[key] = _sent[unit.segment[1 : 1 + DIGEST_BYTES]] = unit
     values = unit.gather(function)
     return None if values is None else (unit.segment, values if unit.has_values else None)
+
+
+def _advise(function: _Code) -> None:
+    from farcall.serialize.advice import advise
+
+    if not isinstance(function, type):
+        advise(function)
 
 
 def content_of(digest: bytes) -> bytes:
@@ -497,6 +508,8 @@ def _is_fixed(place: Place, value: Any) -> bool:
         return not is_by_value(value)
     if isinstance(value, BuiltinFunctionType):
         return isinstance(value.__self__, ModuleType | type | None)
+    if isinstance(value, MethodType):
+        return type(value.__self__) in _GRADIENT_MODES
     kind = type(value)
     return kind in _IMMUTABLE or kind in _LOGGERS or (place[1] == _GLOBAL and place[2] in _OF_MODULES)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import json
 import re
 import threading
@@ -97,7 +98,8 @@ class Model:
 
 def waiting(node: farcall.Node) -> int:
     """How many arguments wait for a batch."""
-    return sum(len(queue._waiting) for queue in runtime_of(node).part(Batches)._functions.values())
+    owners = runtime_of(node).part(Batches)._owners.values()
+    return sum(len(queue._waiting) for owner in owners for queue in owner.queues.values())
 
 
 def test_callers_share_a_run_and_get_their_own_result(nodes: list[farcall.Node]) -> None:
@@ -305,6 +307,8 @@ def test_nonsense_is_refused(nodes: list[farcall.Node]) -> None:
         nodes[0]["w1"].call(too_few, 1)
     with pytest.raises(ValueError, match="max_size"):
         farcall.batched(max_size=0)
+    with pytest.raises(TypeError, match=r"write @farcall\.batched\(\)"):
+        farcall.batched(whoami)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a batched function takes one list"):
         farcall.batched()(whoami)  # type: ignore[arg-type, call-overload]
     with farcall.autograd.context(node=nodes[0]), pytest.raises(RpcError, match="carries no gradients"):
@@ -337,6 +341,10 @@ def test_methods_of_equal_objects_are_batches_of_their_own(nodes: list[farcall.N
 # ---------------------------------------------------------------------- by value
 
 
+class Step:
+    size = 1
+
+
 def batches_of(nodes: list[farcall.Node], function: Any, arguments: list[Any]) -> list[Any]:
     """Send the arguments at a time; return the results."""
     calls = [nodes[0]["w1"].start(function, argument) for argument in arguments]
@@ -362,7 +370,7 @@ def test_one_that_uses_values_batches_with_the_latest(nodes: list[farcall.Node])
     assert batches_of(nodes, scaled, [1, 2]) == [(2, 2), (4, 2)]
     factor = 3
     assert batches_of(nodes, scaled, [1, 2]) == [(3, 2), (6, 2)]
-    assert len(nodes[1]._runtime.part(Batches)._functions) == 1
+    assert len(nodes[1]._runtime.part(Batches)._owners) == 1
 
 
 def test_a_batched_method_of_a_class_by_value(nodes: list[farcall.Node]) -> None:
@@ -380,15 +388,29 @@ def test_a_batched_method_of_a_class_by_value(nodes: list[farcall.Node]) -> None
 
 
 def test_a_batched_function_that_travels_whole(nodes: list[farcall.Node]) -> None:
-    class Point:
-        x = 1
+    step = Step()  # an object may hold code
 
     @farcall.batched(max_size=1)
     def moved(numbers: list[int]) -> list[int]:
-        return [number + Point.x for number in numbers]
+        return [number + step.size for number in numbers]
 
     assert batches_of(nodes, moved, [1, 2]) == [2, 3]
     assert nodes[0]["w1"].call(lambda number: moved(number), 4) == 5
+
+
+def test_a_batched_function_that_is_gone_leaves_no_queue(nodes: list[farcall.Node]) -> None:
+    step = Step()
+
+    @farcall.batched(max_size=1)
+    def moved(numbers: list[int]) -> list[int]:
+        return [number + step.size for number in numbers]
+
+    def is_empty() -> bool:
+        gc.collect()
+        return not nodes[1]._runtime.part(Batches)._owners
+
+    assert batches_of(nodes, moved, list(range(20))) == list(range(1, 21))  # each call makes a function of its own
+    wait_until(is_empty)
 
 
 def test_what_another_decorator_makes_of_it_is_not_taken_for_it(nodes: list[farcall.Node]) -> None:

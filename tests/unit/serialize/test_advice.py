@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from farcall.serialize import advice
+from farcall.serialize import advice, units
 
 LARGE = torch.ones(1 << 18)
 
@@ -76,6 +76,19 @@ def test_a_large_global_is_told_with_its_size(caplog: pytest.LogCaptureFixture, 
     assert text.startswith(
         f"g(), which travels by value, uses the global weights, and its {size} MiB travel with each call"
     )
+
+
+def test_one_that_grows_is_told_later(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("cloudpickle")
+    names: dict[str, Any] = {"__name__": "__main__", "seen": []}
+    exec("def f(): return seen", names)
+    units.split(names["f"])
+    assert not caplog.records
+    names["seen"].append(LARGE)
+    for _ in range(3):
+        units.split(names["f"])
+    [record] = caplog.records
+    assert record.getMessage().startswith("f(), which travels by value, uses the global seen, and its 1.0 MiB travel")
 
 
 def test_small_ones_are_not_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.kit.values import encode
 
+import farcall
 from farcall.errors import NotPicklable
 from farcall.serialize import code
 
@@ -72,6 +73,18 @@ def with_a_method() -> Any:
     return names["Model"]
 
 
+def with_a_batch() -> Any:
+    names: dict[str, Any] = {"__name__": "__main__", "LOCK": LOCK, "batched": farcall.batched()}
+    exec("@batched\ndef train(xs):\n    return LOCK", names)
+    return names["train"]
+
+
+def with_a_batched_method() -> Any:
+    names: dict[str, Any] = {"__name__": "__main__", "LOCK": LOCK, "batched": farcall.batched()}
+    exec("class Model:\n    @batched\n    def train(self, xs):\n        return LOCK", names)
+    return names["Model"]
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
@@ -81,6 +94,8 @@ def with_a_method() -> Any:
         (with_defaults, "train() by value: its default lock, a _thread.lock,"),
         (with_an_attribute, "train() by value: its attribute lock, a _thread.lock,"),
         (with_a_class, "Model by value: its attribute lock, a _thread.lock,"),
+        (with_a_batch, "train() by value: its global LOCK, a _thread.lock,"),
+        (with_a_batched_method, "the class Model by value: the global LOCK of Model.train(), a _thread.lock,"),
         (with_a_method, "the class Model by value: the global LOCK of Model.train(), a _thread.lock,"),
     ],
 )
