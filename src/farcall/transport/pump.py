@@ -38,7 +38,7 @@ _MOST_BARREN_BYTES: Final = 64 * 1024
 _ADVICE: Final = "give every member certificates of one authority (farcall certificates), or none of them"
 
 
-class Pump:
+class TlsPump:
     """One end of a TLS connection. Mutable: its state, and the bytes on their way in and out."""
 
     __slots__ = (
