@@ -87,7 +87,7 @@ class _Whole(Exception):
     """A function that cannot be taken apart."""
 
 
-class _Node(msgspec.Struct):
+class _UnitFunction(msgspec.Struct):
     """One function of a unit, as a call must find it."""
 
     code: CodeType
@@ -112,7 +112,7 @@ class Unit:
 
     __slots__ = ("__weakref__", "_classes", "_found", "_nodes", "content", "has_values", "segment", "times")
 
-    def __init__(self, nodes: list[_Node], content: bytes, root: _Code, walk: _Walk, times: int) -> None:
+    def __init__(self, nodes: list[_UnitFunction], content: bytes, root: _Code, walk: _Walk, times: int) -> None:
         self._nodes = nodes
         self._found: list[Any] = [None] * len(nodes)
         for number, method in walk.methods:  # their classes keep them
@@ -335,10 +335,10 @@ class _Walk:
             raise _Whole
         return _VALUE, None
 
-    def nodes(self) -> Iterator[_Node]:
+    def nodes(self) -> Iterator[_UnitFunction]:
         for number, function in enumerate(self.functions):  # which grows
             like = self.spaces.setdefault(id(function.__globals__), number)
-            node = _Node(
+            node = _UnitFunction(
                 function.__code__,
                 function.__qualname__,
                 function.__annotations__,

@@ -79,7 +79,7 @@ class _Here(threading.local):
 here: _Here = _Here()
 
 
-class _Handler:
+class _SigintHandler:
     """Our handler of SIGINT, before ``before``."""
 
     __slots__ = ("before",)
@@ -146,10 +146,10 @@ def look() -> None:
     """On the main thread: put our handler before the program's, if it has set one."""
     current = getsignal(signal.SIGINT)
     # Not callable: ignored, the system's own, or set by code that is not Python. None of these raises.
-    if current.__class__ is not _Handler and _users and callable(current):
+    if current.__class__ is not _SigintHandler and _users and callable(current):
         if not _state.depth:
             _state.held, _state.again = None, False  # left by a destructor, for a handler that the program has replaced
-        signal.signal(signal.SIGINT, _Handler(current))
+        signal.signal(signal.SIGINT, _SigintHandler(current))
 
 
 def enter() -> None:
@@ -278,7 +278,7 @@ def uninstall() -> None:
         _users -= 1
     if not _users and _get_ident() == _main_thread:
         current = getsignal(signal.SIGINT)
-        if isinstance(current, _Handler):
+        if isinstance(current, _SigintHandler):
             signal.signal(signal.SIGINT, current.before)
 
 
