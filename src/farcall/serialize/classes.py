@@ -48,9 +48,8 @@ class Anatomy:
         self.values: list[str] = [name for name, value in names.items() if _is_value(of, name, value)]
         """The names of the attributes that travel with each call."""
         self._fixed: dict[str, Any] = {name: value for name, value in names.items() if name not in self.values}
-        self._of_names: Callable[[Any], tuple[Any, ...]] = itemgetter(
-            *self._fixed
-        )  # two at least: every class has more
+        # Of two names at least, so it returns tuples: Python itself puts more into every class.
+        self._of_names: Callable[[Any], tuple[Any, ...]] = itemgetter(*self._fixed)
         self.number: int = next(_numbers)
 
     def is_of(self, one: type) -> bool:
