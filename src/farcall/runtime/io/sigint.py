@@ -227,6 +227,18 @@ def pause(guard: SigintGuard) -> None:
             guard.depth = depth
 
 
+def exposed(wait: Callable[..., bool], *arguments: object) -> bool:
+    """Inside a section, do ``wait(*arguments)``, which Ctrl-C may cut."""
+    guard = here.guard
+    depth, guard.depth = guard.depth, 0
+    try:
+        if guard.held is not None:
+            deliver()
+        return wait(*arguments)
+    finally:
+        guard.depth = depth
+
+
 class Gate:
     """A gate at which one thread waits until another opens it.
 
