@@ -42,12 +42,12 @@ class TlsPump:
     """One end of a TLS connection. Mutable: its state, and the bytes on their way in and out."""
 
     __slots__ = (
-        "_barren_bytes",
         "_digest",
         "_host",
         "_incoming",
         "_object",
         "_outgoing",
+        "fed_bytes",
         "has_begun",
         "is_listener",
         "is_ready",
@@ -61,7 +61,8 @@ class TlsPump:
         self._object: Any = context.wrap_bio(self._incoming, self._outgoing, server_side=is_listener)
         self._digest = digest
         self._host = host
-        self._barren_bytes = 0  # from the wire since the last plain text, or the handshake
+        self.fed_bytes: int = 0
+        """Bytes from the wire since the last plain text, or the handshake."""
         self.has_begun: bool = False
         """Has the other end sent anything?"""
         self.is_ready: bool = False
@@ -73,13 +74,8 @@ class TlsPump:
         if not self.has_begun and data[0] not in _RECORDS:
             raise NotEncrypted(bytes(data))
         self.has_begun = True
-        self._barren_bytes += len(data)
+        self.fed_bytes += len(data)
         self._incoming.write(data)
-
-    @property
-    def fed_bytes(self) -> int:
-        """Bytes from the wire since the last plain text."""
-        return self._barren_bytes
 
     def pull(self) -> bytes:
         """The bytes for the wire, if there are any."""
@@ -97,7 +93,7 @@ class TlsPump:
                 return False
             except ssl.SSLError as error:
                 raise self._failed(error) from error
-            self._barren_bytes = 0
+            self.fed_bytes = 0
             self.is_ready = True
         return True
 
@@ -174,7 +170,7 @@ class TlsPump:
         """Decrypt some bytes; 0: the peer ended, None: more must come from the wire first."""
         try:
             count = int(self._object.read(len(view), view))
-            self._barren_bytes = 0
+            self.fed_bytes = 0
             return count
         except ssl.SSLWantReadError:
             self._check_barren()
@@ -185,7 +181,7 @@ class TlsPump:
             raise self._failed(error) from error
 
     def _check_barren(self) -> None:
-        if self._barren_bytes > _MOST_BARREN_BYTES:
+        if self.fed_bytes > _MOST_BARREN_BYTES:
             raise TransportBroken("the other end sends records without anything in them")
 
     @property
