@@ -645,3 +645,11 @@ class Request:
             self.fail(error)
             return
         self.answer([value])
+
+
+def asking_peer() -> Peer:
+    """The member whose request the calling function serves."""
+    scope = CURRENT.get()
+    assert scope is not None
+    assert isinstance(scope.served, Request)
+    return scope.served.peer
