@@ -4,9 +4,9 @@
     methods, properties, classes inside, what Python itself put there  in the unit
     all others                                                         with each call, and are set anew
 
-A peer keeps one class for all units that name it, as cloudpickle has it. A unit that a peer knows already would leave a
-class alone that has been another since; so each state of a class that was ever sent has a number of its own, which is
-part of the unit.
+A peer keeps one class for all units that name it, as cloudpickle has it, and does not load a unit twice: it would miss
+that a class is again what it was before its last change. So each state of a class that was ever sent has a number of
+its own, which is part of the unit.
 
 Owns that distinction, and the numbers. It does not know functions, nor units.
 """

@@ -41,7 +41,8 @@ _missing = object()
 class Made(NamedTuple):
     """How farcall made a function, ``maker(*arguments)``: it travels so, not with the code and globals of farcall's.
 
-    ``arguments[0]`` is the program's function; ``keeper.func`` is, too, and may be replaced.
+    ``arguments[0]`` is the program's function; ``keeper.func`` is, too, and may be replaced. A callee makes it once for
+    each unit of code (`units.py`): it batches the arguments of all calls, with the values of the latest.
     """
 
     function: Any

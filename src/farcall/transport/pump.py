@@ -10,10 +10,6 @@ message, buffers 13.2, a plain socket 6.7; large messages cost the same.)
     ready      a record that was changed             over: ``TransportForged``
     any        64 KiB from the wire for nothing      over: ``TransportBroken``
 
-What the other end's first byte tells: 0x16 or 0x15, a record of TLS; 0x89, farcall in the clear (`protocol/hello.py`);
-any other, something else. A dialer names the protocol ``farcall`` in its first record (ALPN), for listeners that do not
-encrypt: they tell it so, and nobody else that they are farcall.
-
 One thread at a time.
 """
 
@@ -28,11 +24,12 @@ from typing import Any, Final
 from farcall.transport.interface import Buffer, NotEncrypted, TlsFailed, TransportBroken, TransportForged
 
 ALPN: Final = "farcall"
+"""What a dialer names in its first record, for listeners that do not encrypt: they tell it so, and nobody else."""
 MAX_BODY_BYTES: Final = 128 * 1024
 _JOINED_BYTES: Final = 16 * 1024
 """The size of a full record: smaller buffers are joined."""
 _RECORDS: Final = (0x16, 0x15)
-"""The first byte of a handshake record, and of an alert."""
+"""The first byte of a handshake record, and of an alert. Farcall in the clear begins with 0x89 (`hello.py`)."""
 _MOST_BARREN_BYTES: Final = 64 * 1024
 """No handshake is as long, and a record brings plain text: others, which change keys, could be sent without end."""
 _ADVICE: Final = "give every member certificates of one authority (farcall certificates), or none of them"
@@ -126,7 +123,7 @@ class TlsPump:
         """
         theirs = hashlib.sha256(self._object.getpeercert(binary_form=True) or b"").digest()
         finished: bytes | None = self._object.get_channel_binding("tls-unique")
-        if not finished:  # no OpenSSL does that, but its relatives do
+        if not finished:  # OpenSSL always tells; its relatives may not
             raise TlsFailed(f"{ssl.OPENSSL_VERSION} of this Python does not tell channels apart (tls-unique)")
         return (theirs + self._digest if self.is_listener else self._digest + theirs) + finished
 

@@ -11,10 +11,6 @@ again. So each section that begins while none is under way looks, and puts ours 
 of ours knows its own predecessor: a handler of the program's that calls the one before it, which is ours, must reach
 the one before that.
 
-A destructor is a section from before its first instruction: there Python looks for signals, and drops what the
-handler raises, so a program would miss its Ctrl-C, and somebody would wait for ever for what the destructor gives back.
-The handler finds it on the stack (`destructors.py`), holds the signal, and has it sent again a moment later.
-
 Signal handlers run on the main thread only, so only that thread touches the state below, and it needs no lock.
 """
 
@@ -38,7 +34,7 @@ from farcall.destructors import DESTRUCTORS
 SLICE_S = 1.0
 """The longest time for which the main thread may miss a signal."""
 _AGAIN_S = 0.001
-"""How long after a signal inside a destructor the main thread is pressed again."""
+"""How long after a signal inside a destructor the main thread gets it again."""
 _main_thread = threading.main_thread().ident
 _get_ident = threading.get_ident
 
@@ -102,6 +98,11 @@ class _SigintHandler:
 
 
 def _in_destructor(frame: FrameType | None) -> bool:
+    """Is one of `destructors.py` on the stack? Then the signal is held, and sent again a moment later.
+
+    A destructor is a section from before its first instruction: there Python looks for signals, and drops what the
+    handler raises. A program would miss its Ctrl-C, and somebody might wait for ever for what it gives back.
+    """
     while frame is not None:
         if frame.f_code in DESTRUCTORS:
             return True
