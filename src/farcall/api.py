@@ -12,7 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from functools import cache, partial
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -20,7 +20,7 @@ import torch
 
 from farcall.errors import RpcError
 from farcall.ids import MemberInfo, WorkerInfo
-from farcall.imports import stop_waiting, when_imported
+from farcall.imports import when_imported
 from farcall.node import Node, leave, weights_of
 from farcall.observe import torch_profilers as torch_profilers  # from here on they know of remote work
 from farcall.options import RpcBackendOptions
@@ -404,13 +404,10 @@ def get_rpc_timeout() -> float | None:
     return current_runtime().timeout_s or None
 
 
-_RULES = "torch._dynamo.trace_rules"
-
-
 @cache  # once for a process
 def _leave_out(rules: Any) -> None:
     """A function under torch.compile breaks its graph once at a call; torch does not compile farcall itself."""
     rules.add("farcall")
 
 
-while_there_are_nodes(partial(when_imported, _RULES, _leave_out), partial(stop_waiting, _RULES, _leave_out))
+while_there_are_nodes(lambda: when_imported("torch._dynamo.trace_rules", _leave_out))

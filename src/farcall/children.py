@@ -118,7 +118,7 @@ def _can_be_imported(module_name: str) -> bool:
 def _code_pickler() -> Any:
     cloudpickle: Any = importlib.import_module("cloudpickle")  # it wrote that code in the first place
 
-    class CodePickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+    class ChildPickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         """cloudpickle, for one function or class and what it uses; tensors, locks and the like as in the rest."""
 
         def __init__(self, file: io.BytesIO, protocol: int) -> None:
@@ -141,7 +141,7 @@ def _code_pickler() -> Any:
                 _whole.add(value)
             return make, arguments, (fill, state), None, None, _fill
 
-    return CodePickler
+    return ChildPickler
 
 
 def _space_of(names: dict[str, Any]) -> _Space | None:

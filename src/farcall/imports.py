@@ -107,18 +107,15 @@ def _find_and_wrap(
     return spec
 
 
-def when_imported(name: str, then: Callable[[ModuleType], object]) -> None:
-    """Call ``then`` with the module once it is there: at once, if it is. `stop_waiting` takes that back."""
+def when_imported(name: str, then: Callable[[ModuleType], object]) -> Callable[[], object]:
+    """Call ``then`` with the module once it is there: at once, if it is. What is returned ends the waiting for it."""
+    waiting = _Waiting(name, then)
     module = sys.modules.get(name)
     if module is not None:
         then(module)
     else:
-        sys.meta_path.insert(0, _Waiting(name, then))
-
-
-def stop_waiting(name: str, then: Callable[[ModuleType], object]) -> None:
-    """The module need not be told of any more."""
-    sys.meta_path[:] = [one for one in sys.meta_path if not (isinstance(one, _Waiting) and one.waits(name, then))]
+        sys.meta_path.insert(0, waiting)
+    return waiting.end
 
 
 class _Waiting(importlib.abc.MetaPathFinder):
@@ -128,8 +125,9 @@ class _Waiting(importlib.abc.MetaPathFinder):
         self._name = name
         self._then = then
 
-    def waits(self, name: str, then: Callable[[ModuleType], object]) -> bool:
-        return (self._name, self._then) == (name, then)
+    def end(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -137,8 +135,7 @@ class _Waiting(importlib.abc.MetaPathFinder):
         return find_and_then(self, fullname, path, self._arrived) if fullname == self._name else None
 
     def _arrived(self, module: ModuleType) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+        self.end()
         self._then(module)
 
 

@@ -204,7 +204,7 @@ class ObservingOptions(_Checked):
 
     def __post_init__(self) -> None:
         self._check(check.flag, "observable", "opentelemetry")
-        self._check_or_look_up(_checked_secret, "secret", ENV_OBSERVERS_SECRET)
+        self._check_or_look_up(check_secret, "secret", ENV_OBSERVERS_SECRET)
         self._check_or_look_up(check.text, "runtime_directory", ENV_RUNTIME_DIRECTORY)
         self._check_or_look_up(check.text, "cluster_name", ENV_CLUSTER_NAME)
         self._check_or_look_up(check.port, "metrics_port", ENV_METRICS_PORT)
@@ -214,11 +214,6 @@ class ObservingOptions(_Checked):
     def given_secret(self) -> Secret | None:
         """The secret of observers; None where none was given."""
         return None if self.secret is None else _secret_of(self.secret)
-
-
-def _checked_secret(name: str, value: object) -> object:
-    check_secret(name, value)
-    return value
 
 
 def _secret_of(value: str | bytes) -> Secret:

@@ -63,6 +63,14 @@ def pid_namespace() -> int:
         return 0
 
 
+def remove_left_files(directory: Path, suffix: str) -> None:
+    """Remove the files of processes that were killed: ``directory/NAMESPACE-PROCESS-anything`` with that suffix."""
+    for path in directory.glob(f"{pid_namespace()}-*{suffix}"):
+        number = path.name.split("-")[1]
+        if number.isdecimal() and not os.path.exists(f"/proc/{number}") and os.path.isdir("/proc/self"):
+            path.unlink(missing_ok=True)
+
+
 def private_directory(directory: Path) -> Path:
     """Make ``directory``, if it is not there; raises ``OSError`` where others may enter it."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -101,8 +101,8 @@ def _read(path: str) -> tuple[bytes, ...]:
     return found
 
 
-def check_secret(where: str, value: object) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for a secret that cannot be used; ``where`` names its place."""
+def check_secret(where: str, value: object) -> str | bytes:
+    """Return a secret; raise ``TypeError`` or ``ValueError`` if it cannot be used. ``where`` names its place."""
     if not isinstance(value, str | bytes):
         raise TypeError(f"{where} must be str or bytes, not {type(value).__name__}")
     size_bytes = len(value.encode() if isinstance(value, str) else value)
@@ -112,3 +112,4 @@ def check_secret(where: str, value: object) -> None:
             f"{where}: a secret must be at least {MIN_SECRET_BYTES} bytes long, this one has {size_bytes}: "
             "make one with python -c 'import secrets; print(secrets.token_hex(32))'"
         )
+    return value

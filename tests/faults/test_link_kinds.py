@@ -11,6 +11,7 @@ from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
 from farcall.channel.segments import segments_work
+from farcall.runtime.node import runtime_of
 from farcall.testing.faults import Faults
 from farcall.transport.address import SCHEMES
 from farcall.transport.interface import DialFailed
@@ -26,7 +27,7 @@ def run(number: int, x: torch.Tensor | None = None) -> int:
 
 
 def kind(node: Any) -> str:
-    (peer,) = node._runtime.others()
+    (peer,) = runtime_of(node).others()
     return str(peer.link.transport.kind)
 
 

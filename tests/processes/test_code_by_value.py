@@ -21,6 +21,7 @@ from tests.kit.waiting import wait_until
 from tests.kit.wheel import Installed
 
 import farcall
+from farcall.runtime.node import runtime_of
 from farcall.serialize import code, units
 from farcall.testing.cluster import run_cluster
 from farcall.testing.faults import Faults
@@ -174,7 +175,7 @@ def nodes(faults: Faults) -> Iterator[list[farcall.Node]]:
 
 def questions(node: farcall.Node) -> int:
     """How many units the node knows: each was asked for once."""
-    found = node._runtime.server.code
+    found = runtime_of(node).server.code
     return 0 if found is None else sum(map(len, found._known.values()))
 
 
@@ -238,10 +239,10 @@ def test_a_call_whose_code_does_not_come_ends_at_its_deadline(faults: Faults, no
     assert ran["late"] == ran["cancelled"] == 0
     rule.lift()
     assert caller["w1"].call(lambda: note("next")) == "next"
-    assert callee._runtime.server.code is not None
-    callee._runtime.server.code.forget(caller._runtime.peer("w1"))  # not of that peer: they go on waiting
-    callee._runtime.server.code.forget(callee._runtime.peer("w0"))
-    wait_until(lambda: not callee._runtime.server.active)
+    assert runtime_of(callee).server.code is not None
+    runtime_of(callee).server.code.forget(runtime_of(caller).peer("w1"))  # not of that peer: they go on waiting
+    runtime_of(callee).server.code.forget(runtime_of(callee).peer("w0"))
+    wait_until(lambda: not runtime_of(callee).server.active)
     assert ran["late"] == ran["cancelled"] == 0
 
 
@@ -253,7 +254,7 @@ def test_a_unit_that_had_to_go_is_asked_for_again(nodes: list[farcall.Node]) -> 
         return x + 1
 
     assert caller["w1"].call(function, 1) == 2
-    callee._runtime.server.code.forget(callee._runtime.peer("w0"))  # type: ignore[union-attr]
+    runtime_of(callee).server.code.forget(runtime_of(callee).peer("w0"))  # type: ignore[union-attr]
     assert caller["w1"].call(function, 2) == 3
 
 

@@ -34,7 +34,7 @@ from farcall.protocol.references.messages import Fork, Inquire, Register, Withdr
 from farcall.protocol.weights.messages import BlockOffered, Claim, ClaimAnswered, NameClosed, VersionPushed
 from farcall.rpc.node_streams import Streams
 from farcall.rpc.references import NodeReferences
-from farcall.runtime.node import Runtime
+from farcall.runtime.node import runtime_of
 from farcall.secret import Secret
 from farcall.serialize.allowance import Allowance
 from farcall.serialize.pickler import restrict
@@ -56,16 +56,10 @@ def _table() -> Iterator[None]:
     restrict(None)
 
 
-def runtime(node: farcall.Node) -> Runtime:
-    found = node._runtime
-    assert found is not None
-    return found
-
-
 def tell(hostile: farcall.Node, to: farcall.Node, message: Any) -> None:
     """Have ``hostile`` send a message about membership that its own machine would not."""
-    peers = runtime(hostile).links.peers
-    runtime(hostile).call_soon(lambda: peers.send_news(runtime(to).me.incarnation, message))
+    peers = runtime_of(hostile).links.peers
+    runtime_of(hostile).call_soon(lambda: peers.send_news(runtime_of(to).me.incarnation, message))
 
 
 def test_one_lie_ends_no_member_and_its_name_is_not_to_be_had(tmp_path: Path) -> None:
@@ -73,11 +67,11 @@ def test_one_lie_ends_no_member_and_its_name_is_not_to_be_had(tmp_path: Path) ->
         seen: list[str] = []
         for node in (caller, victim):
             node.on_member(lambda event: seen.append(event.kind))
-        accused = runtime(victim).me.incarnation
+        accused = runtime_of(victim).me.incarnation
         for status in (Status.DEAD, Status.LEFT):
             tell(hostile, caller, Gossip((Update(accused, status, 0, None, "so I say"),)))
             tell(hostile, victim, Gossip((Update(accused, status, 0, None, "so I say"),)))
-        record = msgspec.structs.replace(runtime(victim).membership.me, incarnation=accused ^ 1, admission=1000)
+        record = msgspec.structs.replace(runtime_of(victim).membership.me, incarnation=accused ^ 1, admission=1000)
         tell(hostile, caller, Gossip((Update(record.incarnation, Status.ALIVE, 0, record),)))
         observing = ObservingOptions(runtime_directory=str(tmp_path / "run"))
         options = RpcBackendOptions(init_method=f"file://{tmp_path}/meet", observing=observing)
@@ -90,7 +84,7 @@ def test_one_lie_ends_no_member_and_its_name_is_not_to_be_had(tmp_path: Path) ->
 
 def test_who_is_declared_dead_by_one_loses_that_one_alone(tmp_path: Path) -> None:
     with dynamic_team(3, tmp_path, membership=MembershipOptions(reconnect_s=KEPT_S)) as (hostile, other, victim):
-        tell(hostile, victim, Obituary(runtime(victim).me.incarnation, "so I say", 2**53, 0))
+        tell(hostile, victim, Obituary(runtime_of(victim).me.incarnation, "so I say", 2**53, 0))
         wait_until(lambda: [worker.name for worker in victim.members()] == ["w1", "w2"])
         assert other.rpc_sync("w2", name_of_callee) == "it was called"
         assert victim.rpc_sync("w1", name_of_callee) == "it was called"
@@ -122,10 +116,10 @@ def test_a_name_is_to_be_had_again_a_while_after_the_death(tmp_path: Path) -> No
     with dynamic_team(3, tmp_path, membership=MembershipOptions(reconnect_s=KEPT_S)) as (first, second, victim):
         seen: dict[str, float] = {}
         first.on_member(lambda event: seen.setdefault(event.kind, monotonic()))
-        dead = runtime(victim).me.incarnation
+        dead = runtime_of(victim).me.incarnation
         for node in (first, second):
-            watch = runtime(node).watch
-            runtime(node).call_soon(lambda watch=watch: watch.feed(LinkGivenUp(dead, "a test")))
+            watch = runtime_of(node).watch
+            runtime_of(node).call_soon(lambda watch=watch: watch.feed(LinkGivenUp(dead, "a test")))
         wait_until(lambda: "joined" in seen)
         assert seen["joined"] - seen["dead"] >= KEPT_S
         wait_until(lambda: len(second.members()) == 3)
@@ -171,7 +165,7 @@ def test_a_stream_that_is_answered_without_its_items_ends_at_its_deadline(
 
 
 def weights(node: farcall.Node) -> Weights:
-    return runtime(node).part(Weights)
+    return runtime_of(node).part(Weights)
 
 
 @pytest.fixture
@@ -203,9 +197,9 @@ def test_a_version_that_is_pushed_by_another_is_not_read(published: Any) -> None
     hostile, _, _, publication, subscription = published
     own = hostile.publish("policy", {"x": torch.ones(3)})
     own.push()
-    claim = Claim(1000, runtime(hostile).me.incarnation)
+    claim = Claim(1000, runtime_of(hostile).me.incarnation)
     pushed = own.versions[1]
-    peer = runtime(hostile).peer("w2")
+    peer = runtime_of(hostile).peer("w2")
     peer.control(VersionPushed("policy", claim, 1000, 2, False, pushed.data))
     peer.control(NameClosed("policy", claim, 0))
     before = publication.push()
@@ -217,10 +211,10 @@ def test_a_version_that_is_pushed_by_another_is_not_read(published: Any) -> None
 @pytest.mark.parametrize("of", ["w2", "nobody"])
 def test_answers_end_no_tenure_and_use_up_no_numbers(published: Any, epoch: int, of: str) -> None:
     hostile, trainer, reader, publication, subscription = published
-    other = runtime(reader).me.incarnation if of == "w2" else 77
+    other = runtime_of(reader).me.incarnation if of == "w2" else 77
     answer = ClaimAnswered("policy", publication.machine.claim, Claim(epoch, other), 2**62)
     for to in ("w1", "w2"):
-        runtime(hostile).peer(to).control(answer)
+        runtime_of(hostile).peer(to).control(answer)
     assert hostile.rpc_sync("w1", name_of_callee) == hostile.rpc_sync("w2", name_of_callee)  # they have read it
     newest = publication.push()
     assert newest.number < 2**62 - 2**40
@@ -256,15 +250,15 @@ def watched(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[far
     observing = ObservingOptions(runtime_directory=str(tmp_path / "run"), secret=request.param)
     with dynamic_team(3, tmp_path, observing=observing, secret=SECRET) as nodes:
         for node in nodes:
-            runtime(node).part(Observability)
+            runtime_of(node).part(Observability)
         yield nodes
 
 
 def answers(asker: farcall.Node, to: farcall.Node, ask: Ask) -> list[bytes]:
     """What ``to`` answers."""
     told: list[Told] = []
-    runtime(asker).hooks.controls[Told] = lambda peer, message: told.append(message)
-    runtime(asker).peer(to.get_worker_info().name).control(ask)
+    runtime_of(asker).hooks.controls[Told] = lambda peer, message: told.append(message)
+    runtime_of(asker).peer(to.get_worker_info().name).control(ask)
     wait_until(lambda: told)
     return [one.data for one in told]
 
@@ -273,7 +267,7 @@ def answers(asker: farcall.Node, to: farcall.Node, ask: Ask) -> list[bytes]:
 @pytest.mark.parametrize("subject", [SNAPSHOT, METRICS, EVENTS, TRACE_BEGIN])
 def test_a_member_that_asks_is_shown_nothing(watched: list[farcall.Node], subject: str) -> None:
     hostile, one, _ = watched
-    me = runtime(one).me.incarnation
+    me = runtime_of(one).me.incarnation
     guessed = Ask(7, subject).proved(observer_key(Secret(SECRET.encode()).values[0]), me)
     assert answers(hostile, one, Ask(7, subject)) == answers(hostile, one, guessed) == [b""]
 
@@ -281,7 +275,7 @@ def test_a_member_that_asks_is_shown_nothing(watched: list[farcall.Node], subjec
 @pytest.mark.parametrize("watched", [OBSERVERS], indirect=True)
 def test_a_question_that_was_proved_to_one_is_good_for_no_other(watched: list[farcall.Node]) -> None:
     hostile, one, another = watched
-    ask = Ask(7, SNAPSHOT).proved(observer_key(Secret(OBSERVERS.encode()).values[0]), runtime(one).me.incarnation)
+    ask = Ask(7, SNAPSHOT).proved(observer_key(Secret(OBSERVERS.encode()).values[0]), runtime_of(one).me.incarnation)
     assert answers(hostile, another, ask) == [b""]
     assert answers(hostile, one, msgspec.structs.replace(ask, subject=METRICS)) == [b""]
     assert answers(hostile, one, ask) != [b""]
@@ -289,14 +283,14 @@ def test_a_question_that_was_proved_to_one_is_good_for_no_other(watched: list[fa
 
 @pytest.mark.parametrize("watched", [None, OBSERVERS], indirect=True)
 def test_the_secret_of_the_members_shows_nothing(watched: list[farcall.Node]) -> None:
-    for address in runtime(watched[1]).addresses:
+    for address in runtime_of(watched[1]).addresses:
         with pytest.raises(HandshakeRefused, match="FARCALL_OBSERVERS_SECRET"):
             Observer.connect(address, observer_key(Secret(SECRET.encode()).values[0]))
 
 
 @pytest.mark.parametrize("watched", [OBSERVERS], indirect=True)
 def test_who_knows_the_secret_of_observers_sees_all(watched: list[farcall.Node]) -> None:
-    address = next(one for one in runtime(watched[1]).addresses if one.startswith("tcp:"))
+    address = next(one for one in runtime_of(watched[1]).addresses if one.startswith("tcp:"))
     options = RpcBackendOptions(observing=ObservingOptions(secret=OBSERVERS))
     with Observer.connect_with_secret(address, options) as observer:
         assert [one.worker for one in observer.snapshots(LONG_S).answers] == ["w0", "w1", "w2"]
@@ -323,9 +317,9 @@ def test_without_that_secret_a_user_sees_its_own_worker(watched: list[farcall.No
 )
 def test_with_data_alone_nothing_is_kept_of_references(tmp_path: Path, message: Any) -> None:
     with dynamic_team(2, tmp_path) as (hostile, one):
-        references = runtime(one).part(NodeReferences)
+        references = runtime_of(one).part(NodeReferences)
         before = references.snapshot()
-        runtime(hostile).peer("w1").control(message)
+        runtime_of(hostile).peer("w1").control(message)
         assert hostile.rpc_sync("w1", name_of_callee) == "it was called"
         assert references.snapshot() == before
         assert not references._machine._dead
@@ -334,11 +328,11 @@ def test_with_data_alone_nothing_is_kept_of_references(tmp_path: Path, message: 
 def test_blocks_that_are_offered_without_end_end_the_link(published: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farcall.weights.subscriptions.MOST_BLOCKS", 3)
     hostile, _, reader, publication, subscription = published
-    peer = runtime(hostile).peer("w2")
+    peer = runtime_of(hostile).peer("w2")
     for number in range(8):
         peer.control(BlockOffered(number, 0))
     wait_until(lambda: [worker.name for worker in reader.members()] == ["w1", "w2"])
-    assert not weights(reader).subscriptions._refused
+    wait_until(lambda: not weights(reader).subscriptions._refused)
     newest = publication.push()
     wait_until(lambda: subscription.version == newest)
 
@@ -347,7 +341,7 @@ def test_a_map_of_devices_that_makes_no_sense_is_one_line_of_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with dynamic_team(3, tmp_path) as (hostile, one, other):
-        runtime(hostile).peer("w1").control(DevicesMapped([("nonsense", "cuda:0")], False))
+        runtime_of(hostile).peer("w1").control(DevicesMapped([("nonsense", "cuda:0")], False))
         wait_until(lambda: [worker.name for worker in one.members()] == ["w1", "w2"])
         assert other.rpc_sync("w1", name_of_callee) == "it was called"
     (said,) = [record for record in caplog.records if "cannot read a message from w0" in record.getMessage()]

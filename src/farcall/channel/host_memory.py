@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: Blocks start at multiples of this: a cache line, and more than any dtype needs.
 from farcall.destructors import destructor
 
+#: Blocks start at multiples of this: a cache line, and more than any dtype needs.
 ALIGNMENT_BYTES = 64
 #: Smaller buffers come from the ordinary heap, which recycles them well itself.
 SMALLEST_RECYCLED_BYTES = 64 * 1024

@@ -7,8 +7,7 @@ blocks, binned blocks, free ranges and the untouched tail do not overlap and cov
 Segments are anonymous files (``memfd``): they leave nothing in /dev/shm, and vanish with the last descriptor and
 mapping. They are sealed against shrinking, because a peer that truncated one would kill every process that touches it.
 The first touch of a page costs several times the copy into it. So freed blocks are reused last in, first out, and
-untouched memory is used only when no freed memory fits. The kernel fills that (`Block.fill`): a write to the file makes
-pages without clearing them first, and maps them all at once; a copy through the mapping would fault at each page.
+untouched memory is used only when no freed memory fits.
 
 **Whether two processes may share memory.** Each node announces its host token, a unix address and a TCP address. The
 dialler tries the unix address if both tokens are equal and not empty. It takes TCP if they differ or on ANY failure of
@@ -172,7 +171,10 @@ class Segment:
         self._ranges = joined
 
     def fill_fresh(self, offset: int, source: memoryview) -> None:
-        """Copy ``source`` to ``offset``, where pages may be missing, and map them."""
+        """Copy ``source`` to ``offset``, where pages may be missing, and map them all at once.
+
+        A write to the file makes pages without clearing them first; a copy through the mapping would fault at each.
+        """
         rest = source.cast("B") if source.ndim != 1 or source.format != "B" else source
         end = offset + len(rest)
         while rest:

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from farcall import __version__
-from farcall.cli.screen import Screen
+from farcall.cli.screen import CommandConsole
 
 if TYPE_CHECKING:
     from farcall.observe.observer import Observer
@@ -41,12 +41,12 @@ _NUMBER_ELSEWHERE = frozenset(("-n", "-np", "--np", "--ntasks", "--num-workers",
 
 def _console() -> Console:
     # A file or a pipe has no width: tables need not be squeezed into 80 columns there.
-    return Screen() if sys.stdout.isatty() else Screen(width=140)
+    return CommandConsole() if sys.stdout.isatty() else CommandConsole(width=140)
 
 
 def _given_up(error: Exception) -> typer.Exit:
     """Print ``error`` as one line; the exit of a command that cannot go on."""
-    Screen(stderr=True).print(f"farcall: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    CommandConsole(stderr=True).print(f"farcall: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
     return typer.Exit(2)
 
 
@@ -342,7 +342,7 @@ def bench(
     contenders = [name for name in CONTENDERS if stock or name != "stock"]
     rounds = rounds or (2 if quick else 5)
     console = _console()
-    with Screen(stderr=True).status("starting") as status:
+    with CommandConsole(stderr=True).status("starting") as status:
         driver = Driver(contenders=contenders, rounds=rounds, budget_s=0.1 if quick else 0.4, on_progress=status.update)
         results = driver.run(cases)
     verdicts = judge(results)

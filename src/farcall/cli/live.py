@@ -76,15 +76,9 @@ def _table(heard: Answers[Metrics], found: list[Row], columns: int) -> Table:
         table.add_row(Text(row.now.worker), state, *(cell(row) for cell in cells.values()))
     for worker in heard.silent:
         since_s = max((row.now.unresponsive.get(worker.name, 0.0) for row in found), default=0.0)
-        how = (
-            "hidden"
-            if worker.gone == HIDDEN
-            else "gone"
-            if worker.gone
-            else f"unresponsive {since_s:.0f} s"
-            if since_s
-            else "unresponsive"
-        )
+        how = f"unresponsive {since_s:.0f} s" if since_s else "unresponsive"
+        if worker.gone:
+            how = "hidden" if worker.gone == HIDDEN else "gone"
         table.add_row(Text(worker.name), Text(how, style="bold red"))
     return table
 

@@ -14,7 +14,7 @@ from rich.segment import Segment
 from farcall.runtime.io.log_lines import printable
 
 
-class Screen(Console):
+class CommandConsole(Console):
     """A console that shows control characters instead of obeying them."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

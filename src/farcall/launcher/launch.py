@@ -70,9 +70,8 @@ def launch(
         start_timeout: seconds that a worker may take from its start to its first answer.
         quiet: write the output of workers to files in ``logs``, one for each, and show nothing.
         logs: the folder for those files; by default a new one in the directory for temporary files.
-        ship: send the working directory along, without the files that ``.gitignore`` names and known
-            secrets (``.env``, ``*.pem``, ``*.key``, ``id_rsa``). Otherwise workers use the
-            directory of the same path on their host.
+        ship: send the working directory along, without the files that ``.gitignore`` names and known secrets (``.env``,
+            ``*.pem``, ``*.key``, ``id_rsa``). Otherwise workers use the directory of the same path on their host.
         directory: the working directory of workers; by default that of this program.
         environment: variables for the workers, beside those that the engine passes on.
         port: where this program listens for its workers, the one port that firewalls must let in; 0: the system

@@ -2,9 +2,8 @@
 
 Owns the choice of files (all but ``.git``, those that ``.gitignore`` files name, and `SECRETS`), the name of a parcel
 (a hash of its bytes, so that a host gets each only once) and its place at a worker: a directory that only this user may
-enter.
-There the newest `KEPT` stay, and those in use: a worker holds a lock on its own, which ends with it. The functions at
-the end run on workers.
+enter. There the newest `KEPT` stay, and those in use: a worker holds a lock on its own, which ends with it. The
+functions at the end run on workers.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from farcall.private_files import check_private, pid_namespace, private_directory, write_whole
+from farcall.private_files import check_private, pid_namespace, private_directory, remove_left_files, write_whole
 from farcall.protocol.hello import observer_key
 from farcall.secret import Secret
 
@@ -59,8 +59,8 @@ class PresenceFile:
     def __init__(self, directory: Path, presence: Presence) -> None:
         """Raise ``OSError`` if the file cannot be written safely."""
         private_directory(directory)
-        _remove_files_of_the_dead(directory)
-        self._path = directory / f"{presence.process_id}-{os.urandom(4).hex()}{_SUFFIX}"
+        remove_left_files(directory, _SUFFIX)
+        self._path = directory / f"{presence.namespace}-{presence.process_id}-{os.urandom(4).hex()}{_SUFFIX}"
         write_whole(self._path, msgspec.json.encode(presence))
         self._process_id = os.getpid()
 
@@ -81,9 +81,12 @@ def find_nodes(directory: Path) -> list[Presence]:
         return []
     found = []
     for path in sorted(directory.glob(f"*{_SUFFIX}")):
-        presence = _read(path)
-        if presence is None:
-            continue
+        try:
+            if path.stat().st_size > _MAX_FILE_BYTES:
+                continue
+            presence = _DECODER.decode(path.read_bytes())
+        except (OSError, msgspec.DecodeError, ValueError):
+            continue  # removed meanwhile, or not a presence file
         if _is_stale(presence):
             path.unlink(missing_ok=True)
         else:
@@ -92,25 +95,6 @@ def find_nodes(directory: Path) -> list[Presence]:
     for one in found:
         youngest[one.cluster_id] = max(youngest.get(one.cluster_id, 0.0), one.started_at)
     return sorted(found, key=lambda one: (-youngest[one.cluster_id], one.cluster_id, one.rank))
-
-
-def _remove_files_of_the_dead(directory: Path) -> None:
-    """Remove what killed nodes left, where nobody may ever look for nodes. Opens no file of a process that lives."""
-    for path in directory.glob(f"*{_SUFFIX}"):
-        if not os.path.exists(f"/proc/{path.name.partition('-')[0]}"):
-            presence = _read(path)
-            if presence is not None and _is_stale(presence):
-                path.unlink(missing_ok=True)
-
-
-def _read(path: Path) -> Presence | None:
-    """The node that a file tells of; None: it was removed meanwhile, or is no presence file."""
-    try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            return None
-        return _DECODER.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError, ValueError):
-        return None
 
 
 def process_start(process_id: int) -> str:

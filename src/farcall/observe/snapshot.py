@@ -322,9 +322,7 @@ def _stack(frame: FrameType | None) -> list[StackLine]:
 
 
 def _cpu_s(native_id: int | None) -> float:
-    if native_id is None:
-        return -1.0
-    if sys.platform != "linux":
+    if native_id is None or sys.platform != "linux":
         return -1.0
     try:
         # The kernel's number for the clock of a thread. /proc counts in ticks of 10 ms: hundreds of calls fit into one.

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.autograd import profiler
 
-from farcall.imports import stop_waiting, when_imported
+from farcall.imports import when_imported
 from farcall.runtime.node.current import while_there_are_nodes
 from farcall.runtime.observing.profiling import PROFILING, Profiler
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from farcall.observe.profile import ProfilerSession
 
 _ATTRIBUTE = "_farcall_session"
-_LEGACY = "torch.autograd.profiler_legacy"  # deprecated: a later torch may lack it
 _DERIVED: dict[type[Any], type[Any]] = {}
 _WRAPPED: list[tuple[Any, str, Any, Callable[..., Any]]] = []
 """What is wrapped now: where, its name, torch's own, and what is around it."""
@@ -136,12 +135,21 @@ def _parse(original: Callable[[Any], Any], records: Any) -> Any:
     return events
 
 
-def _begin() -> None:
+def _begin() -> Callable[[], None]:
     PROFILING.load = _load
     _wrap(profiler.profile, "_start_trace", _start)
     _wrap(profiler.profile, "__exit__", _exit)
     _wrap(profiler.profile, "export_chrome_trace", _export)
-    when_imported(_LEGACY, _wrap_legacy)
+    # Deprecated: a later torch may lack it.
+    stop_waiting = when_imported("torch.autograd.profiler_legacy", _wrap_legacy)
+
+    def end() -> None:
+        stop_waiting()
+        while _WRAPPED:
+            place, name, original, _ = _WRAPPED.pop()
+            setattr(place, name, original)
+
+    return end
 
 
 def _wrap_legacy(legacy: Any) -> None:
@@ -150,11 +158,4 @@ def _wrap_legacy(legacy: Any) -> None:
     _wrap(legacy, "_parse_legacy_records", _parse)
 
 
-def _end() -> None:
-    stop_waiting(_LEGACY, _wrap_legacy)
-    while _WRAPPED:
-        place, name, original, _ = _WRAPPED.pop()
-        setattr(place, name, original)
-
-
-while_there_are_nodes(_begin, _end)
+while_there_are_nodes(_begin)

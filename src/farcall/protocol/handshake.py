@@ -105,9 +105,8 @@ class Handshake:
 
     ``nonce`` must be fresh from a cryptographic source for each connection. ``expected_peer`` is the name
     that must answer (or dial); None lets any member of the cluster in. ``also``: other secrets that a dialer may prove;
-    the listener answers with the same one. ``observers``: those of which observers prove a key, where that are others.
-    ``binding`` returns what only the two ends of the channel below know of it,
-    once a message has come; proofs cover it.
+    the listener answers with the same one. ``observers``: the secrets whose keys observers prove, if they differ.
+    ``binding`` returns what only the ends of the channel below know of it, once a message has come; proofs cover it.
     """
 
     def __init__(

@@ -15,8 +15,9 @@ from farcall.ids import MAX_NAME_CHARACTERS
 
 MAX_ADDRESSES: Final = 16
 PROCESS_ENDED: Final = "its process has ended (its own output may say why)"
-REFUSED: Final = "its process has ended, or the network lets nobody connect to it"
 """The reason of a death, for users, if nobody listens at the member's addresses any more. Logs name the addresses."""
+REFUSED: Final = "its process has ended, or the network lets nobody connect to it"
+"""The same between hosts, where a network may refuse, too."""
 HOST_SILENT: Final = "its host does not answer, and nobody has heard from it for long"
 """The reason of a death that may be this node's own: who is cut off from the others finds them all so."""
 

@@ -55,7 +55,7 @@ class Pong(ControlMessage, frozen=True, tag=2):
     nonce: int
 
 
-class Farewell(IntEnum):
+class GoodbyeReason(IntEnum):
     """Why a member says goodbye."""
 
     LEFT = 1
@@ -65,14 +65,14 @@ class Farewell(IntEnum):
     @property
     def text(self) -> str:
         """For people, behind the member's name."""
-        return _FAREWELLS[self]
+        return _GOODBYES[self]
 
 
 LEFT: Final = "has left"
-_FAREWELLS: Final = {
-    Farewell.LEFT: LEFT,
-    Farewell.FORGOT_SHUTDOWN: "ended without shutdown()",
-    Farewell.GAVE_UP: "gave up: its own log says why",
+_GOODBYES: Final = {
+    GoodbyeReason.LEFT: LEFT,
+    GoodbyeReason.FORGOT_SHUTDOWN: "ended without shutdown()",
+    GoodbyeReason.GAVE_UP: "gave up: its own log says why",
 }
 
 
@@ -83,7 +83,7 @@ class Goodbye(ControlMessage, frozen=True, tag=3):
     heard of the agreement yet.
     """
 
-    farewell: Farewell
+    reason: GoodbyeReason
     agreed: bool = False
 
 

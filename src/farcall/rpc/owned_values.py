@@ -35,8 +35,7 @@ from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.results import Later, MarkedResult, StoredFailure, is_async_execution
 from farcall.runtime.calls.run_inline import QUICK_S
-from farcall.runtime.calls.scope import CURRENT
-from farcall.runtime.calls.serving import Request, Server
+from farcall.runtime.calls.serving import Request, Server, asking_peer
 from farcall.runtime.calls.turns import Turns
 from farcall.runtime.devices.streams import Stamp, stamp
 from farcall.runtime.io.sigint import Gate
@@ -308,15 +307,7 @@ def find_owned(created_on: int, local_id: int) -> Owned:
     references: NodeReferences = node.server.references  # type: ignore[assignment]  # which knows a part of it
     ref = RefId(created_on, local_id)
     owned = references.places.get(ref)
-    return owned if owned is not None and owned.ready else references.find(ref, _caller())
-
-
-def _caller() -> int:
-    """The number of the member whose question is served."""
-    scope = CURRENT.get()
-    assert scope is not None
-    assert isinstance(scope.served, Request)
-    return scope.served.peer.number
+    return owned if owned is not None and owned.ready else references.find(ref, asking_peer().number)
 
 
 def fetch(created_on: int, local_id: int) -> Any:

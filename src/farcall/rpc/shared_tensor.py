@@ -17,7 +17,7 @@ from farcall.channel.device_api import current_stream
 from farcall.errors import Delivery, ReferenceLost, RpcError
 from farcall.rpc.owned_values import find_owned
 from farcall.rpc.transfers import ExportedTensor
-from farcall.runtime.calls.scope import CURRENT
+from farcall.runtime.calls.serving import asking_peer
 from farcall.runtime.node import Runtime, current_runtime
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.runtime.peers.shared_memory import SHARED_BYTES
@@ -85,13 +85,6 @@ def _find(created_on: int, local_id: int) -> SharedTensor:
     return found
 
 
-def _caller() -> Peer:
-    scope = CURRENT.get()
-    assert scope is not None
-    assert scope.served is not None
-    return current_runtime().peer(scope.served.caller)
-
-
 def sendable(tensor: torch.Tensor, peer: Peer) -> torch.Tensor:
     """``tensor``, moved to host memory unless a device map exists to or from ``peer``."""
     return tensor if peer.devices is not None else tensor.cpu()
@@ -100,7 +93,7 @@ def sendable(tensor: torch.Tensor, peer: Peer) -> torch.Tensor:
 def lend(created_on: int, local_id: int) -> torch.Tensor | bool:
     """The tensor itself, for a worker on this host. True: its memory is being offered, ask again. False: never."""
     tensor = _find(created_on, local_id).tensor
-    node, peer = current_runtime(), _caller()
+    node, peer = current_runtime(), asking_peer()
     if node.pool is None or not isinstance(peer, RemotePeer) or peer.lending is None:
         return False
     found = node.pool.find(tensor.data_ptr(), tensor.nbytes)
@@ -115,7 +108,7 @@ def lend_memory(created_on: int, local_id: int) -> tuple[Any, ...] | bool:
     True: by value this time. False: by value always.
     """
     shared, devices = _find(created_on, local_id), current_runtime().devices
-    tensor, peer = shared.tensor, _caller()
+    tensor, peer = shared.tensor, asking_peer()
     if devices is None or not tensor.is_cuda or peer.devices is None:
         return False
     if peer.devices.target(tensor.device, False) is None:
@@ -148,7 +141,7 @@ def settle(created_on: int, local_id: int) -> bool:
 def read(created_on: int, local_id: int, region: Region) -> torch.Tensor:
     """A part of the tensor, by value."""
     part = part_of(_find(created_on, local_id).tensor, region).contiguous()
-    return sendable(part, _caller())
+    return sendable(part, asking_peer())
 
 
 def write(created_on: int, local_id: int, region: Region, source: torch.Tensor) -> None:

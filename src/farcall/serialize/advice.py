@@ -46,7 +46,7 @@ def advise(root: FunctionType) -> None:
                         f"changes the global {name}, and each call has globals of its own, so the next one will not "
                         "see it: put the function into a module, or keep the state in an object, made by create()",
                     )
-                if (size_bytes := size_of(value)) >= LARGE_BYTES:
+                if (size_bytes := _size_of(value)) >= LARGE_BYTES:
                     _tell(
                         function,
                         f"uses the global {name}, and its {size_bytes / (1 << 20):.1f} MiB travel with each call: "
@@ -91,15 +91,15 @@ def _changed_by(code: CodeType) -> set[str]:
     return found
 
 
-def size_of(value: Any, depth: int = 0) -> int:
+def _size_of(value: Any, depth: int = 0) -> int:
     """About how many bytes ``value`` takes in a message; of a long container, by its first items."""
     if isinstance(value, str | bytes | bytearray):
         return len(value)
     if isinstance(value, torch.nn.Module):
-        return sum(size_of(tensor) for tensor in (*value.parameters(), *value.buffers()))
+        return sum(_size_of(tensor) for tensor in (*value.parameters(), *value.buffers()))
     if isinstance(nbytes := getattr(value, "nbytes", None), int):  # a tensor, an array
         return nbytes
     if type(value) in _CONTAINERS or isinstance(value, tuple | frozenset):
         items = list(islice(value.values() if isinstance(value, dict) else value, _MOST_ITEMS))
-        return sum(size_of(one, depth + 1) for one in items) * len(value) // len(items) if items and depth < 8 else 1
+        return sum(_size_of(one, depth + 1) for one in items) * len(value) // len(items) if items and depth < 8 else 1
     return 4

@@ -498,10 +498,6 @@ def _name_of(value: Any) -> tuple[str, str]:
     return ("__main__" if home == "__mp_main__" else home), own
 
 
-def _written(names: Iterable[tuple[str, str]]) -> list[str]:
-    return sorted(f"{module}:{name}" for module, name in names)
-
-
 def _known() -> dict[tuple[str, str], Any]:
     """Everything that any pickle may name, from modules that are already loaded."""
     loaded = sum(module in sys.modules for module in _SAFE_FUNCTIONS)

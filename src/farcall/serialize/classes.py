@@ -4,9 +4,9 @@
     methods, properties, classes inside, what Python itself put there  in the unit
     all others                                                         with each call, and are set anew
 
-A peer keeps one class for all units that name it, as cloudpickle has it. A unit that a peer knows already would leave a
-class alone that has been another since; so each state of a class that was ever sent has a number of its own, which is
-part of the unit.
+A peer keeps one class for all units that name it, as cloudpickle has it, and does not load a unit twice: it would miss
+that a class is again what it was before its last change. So each state of a class that was ever sent has a number of
+its own, which is part of the unit.
 
 Owns that distinction, and the numbers. It does not know functions, nor units.
 """
@@ -53,9 +53,8 @@ class Anatomy:
         self.values: list[str] = [name for name, value in names.items() if _is_value(of, name, value)]
         """The names of the attributes that travel with each call."""
         self._fixed: dict[str, Any] = {name: value for name, value in names.items() if name not in self.values}
-        self._of_names: Callable[[Any], tuple[Any, ...]] = itemgetter(
-            *self._fixed
-        )  # two at least: every class has more
+        # Of two names at least, so it returns tuples: Python itself puts more into every class.
+        self._of_names: Callable[[Any], tuple[Any, ...]] = itemgetter(*self._fixed)
         self.number: int = next(_numbers)
 
     def is_of(self, one: type) -> bool:

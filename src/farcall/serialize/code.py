@@ -8,9 +8,8 @@
 
 A ``__main__`` without a file is a REPL, a notebook or ``python -c``. If ``__main__`` is a file, farcall assumes that
 every worker runs that file: names are quick, and mean the same code everywhere. Without cloudpickle code goes by name
-or not at all; a program that launched its workers is told before anything is sent. Code sent by value is serialized
-anew for each call, so a redefinition takes effect with the next call. It is bytecode, so it names the Python that wrote
-it: bytecode of another one would crash the interpreter.
+or not at all; a program that launched its workers is told before anything is sent. Code that does not travel once
+(`units.py`) is serialized anew for each call. Bytecode names the Python that wrote it: another one would crash on it.
 
 Owns that decision, and the bytes of code. It does not know messages: the reducers of the surrounding message write the
 tensors and references that a closure holds.

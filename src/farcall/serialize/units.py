@@ -15,15 +15,6 @@ did, the function is taken apart again, which makes another unit if its code has
 values is one function, the same at each call. Of any other, `LoadedUnit.make` makes new functions for each call, whose
 globals nobody else has, as if they had been unpickled; so does a function that stores to a global.
 
-A function that farcall made of one of the program's (`Made`) travels as that one, and is made again at the callee, once
-for each unit: what it batches are the arguments of all calls, with the values of the latest.
-
-A class is one at its receiver, and so are its methods and what they name (*kept* functions), whatever calls are under
-way: these use no values but constants, which are part of the unit.
-
-Functions that name a value that could hold code by value, or a class whose methods use values that change, travel whole
-with each call (`code.py`), since only one pickle keeps the identities of such parts.
-
 Owns that split, of functions (of classes: `classes.py`), at both ends, and the units that this process has sent. It
 does not know peers.
 """
@@ -87,10 +78,14 @@ _Code = FunctionType | type
 
 
 class _Whole(Exception):
-    """A function that cannot be taken apart."""
+    """A function that cannot be taken apart, and travels whole with each call (`code.py`).
+
+    Such a function names a value that could hold code by value, or a class whose methods use values that change: only
+    one pickle keeps the identities of such parts.
+    """
 
 
-class _Node(msgspec.Struct):
+class _UnitFunction(msgspec.Struct):
     """One function of a unit, as a call must find it."""
 
     code: CodeType
@@ -115,7 +110,7 @@ class Unit:
 
     __slots__ = ("__weakref__", "_classes", "_found", "_nodes", "calls", "content", "has_values", "segment", "times")
 
-    def __init__(self, nodes: list[_Node], content: bytes, root: _Code, walk: _Walk, times: int) -> None:
+    def __init__(self, nodes: list[_UnitFunction], content: bytes, root: _Code, walk: _Walk, times: int) -> None:
         self._nodes = nodes
         self._found: list[Any] = [None] * len(nodes)
         for number, method in walk.methods:  # their classes keep them
@@ -278,7 +273,8 @@ def content_of(digest: bytes) -> bytes:
 class _Walk:
     """A function or class being taken apart. Mutable: everything grows as names are followed.
 
-    ``kept``: the ids of functions that an earlier walk found to be methods, or used by methods.
+    ``kept``: the ids of functions that an earlier walk found to be methods, or used by methods. As a class is one at
+    its receiver, so are these, whatever calls are under way: they use no values but constants, parts of the unit.
     """
 
     def __init__(self, root: _Code, kept: frozenset[int]) -> None:
@@ -346,10 +342,10 @@ class _Walk:
             raise _Whole
         return _VALUE, None
 
-    def nodes(self) -> Iterator[_Node]:
+    def nodes(self) -> Iterator[_UnitFunction]:
         for number, function in enumerate(self.functions):  # which grows
             like = self.spaces.setdefault(id(function.__globals__), number)
-            node = _Node(
+            node = _UnitFunction(
                 function.__code__,
                 function.__qualname__,
                 function.__annotations__,

@@ -10,10 +10,6 @@ message, buffers 13.2, a plain socket 6.7; large messages cost the same.)
     ready      a record that was changed             over: ``TransportForged``
     any        64 KiB from the wire for nothing      over: ``TransportBroken``
 
-What the other end's first byte tells: 0x16 or 0x15, a record of TLS; 0x89, farcall in the clear (`protocol/hello.py`);
-any other, something else. A dialer names the protocol ``farcall`` in its first record (ALPN), for listeners that do not
-encrypt: they tell it so, and nobody else that they are farcall.
-
 One thread at a time.
 """
 
@@ -28,26 +24,27 @@ from typing import Any, Final
 from farcall.transport.interface import Buffer, NotEncrypted, TlsFailed, TransportBroken, TransportForged
 
 ALPN: Final = "farcall"
+"""What a dialer names in its first record, for listeners that do not encrypt: they tell it so, and nobody else."""
 MAX_BODY_BYTES: Final = 128 * 1024
 _JOINED_BYTES: Final = 16 * 1024
 """The size of a full record: smaller buffers are joined."""
 _RECORDS: Final = (0x16, 0x15)
-"""The first byte of a handshake record, and of an alert."""
+"""The first byte of a handshake record, and of an alert. Farcall in the clear begins with 0x89 (`hello.py`)."""
 _MOST_BARREN_BYTES: Final = 64 * 1024
 """No handshake is as long, and a record brings plain text: others, which change keys, could be sent without end."""
 _ADVICE: Final = "give every member certificates of one authority (farcall certificates), or none of them"
 
 
-class Pump:
+class TlsPump:
     """One end of a TLS connection. Mutable: its state, and the bytes on their way in and out."""
 
     __slots__ = (
-        "_barren_bytes",
         "_digest",
         "_host",
         "_incoming",
         "_object",
         "_outgoing",
+        "fed_bytes",
         "has_begun",
         "is_listener",
         "is_ready",
@@ -61,7 +58,8 @@ class Pump:
         self._object: Any = context.wrap_bio(self._incoming, self._outgoing, server_side=is_listener)
         self._digest = digest
         self._host = host
-        self._barren_bytes = 0  # from the wire since the last plain text, or the handshake
+        self.fed_bytes: int = 0
+        """Bytes from the wire since the last plain text, or the handshake."""
         self.has_begun: bool = False
         """Has the other end sent anything?"""
         self.is_ready: bool = False
@@ -73,13 +71,8 @@ class Pump:
         if not self.has_begun and data[0] not in _RECORDS:
             raise NotEncrypted(bytes(data))
         self.has_begun = True
-        self._barren_bytes += len(data)
+        self.fed_bytes += len(data)
         self._incoming.write(data)
-
-    @property
-    def fed_bytes(self) -> int:
-        """Bytes from the wire since the last plain text."""
-        return self._barren_bytes
 
     def pull(self) -> bytes:
         """The bytes for the wire, if there are any."""
@@ -97,7 +90,7 @@ class Pump:
                 return False
             except ssl.SSLError as error:
                 raise self._failed(error) from error
-            self._barren_bytes = 0
+            self.fed_bytes = 0
             self.is_ready = True
         return True
 
@@ -130,7 +123,7 @@ class Pump:
         """
         theirs = hashlib.sha256(self._object.getpeercert(binary_form=True) or b"").digest()
         finished: bytes | None = self._object.get_channel_binding("tls-unique")
-        if not finished:  # no OpenSSL does that, but its relatives do
+        if not finished:  # OpenSSL always tells; its relatives may not
             raise TlsFailed(f"{ssl.OPENSSL_VERSION} of this Python does not tell channels apart (tls-unique)")
         return (theirs + self._digest if self.is_listener else self._digest + theirs) + finished
 
@@ -174,7 +167,7 @@ class Pump:
         """Decrypt some bytes; 0: the peer ended, None: more must come from the wire first."""
         try:
             count = int(self._object.read(len(view), view))
-            self._barren_bytes = 0
+            self.fed_bytes = 0
             return count
         except ssl.SSLWantReadError:
             self._check_barren()
@@ -185,7 +178,7 @@ class Pump:
             raise self._failed(error) from error
 
     def _check_barren(self) -> None:
-        if self._barren_bytes > _MOST_BARREN_BYTES:
+        if self.fed_bytes > _MOST_BARREN_BYTES:
             raise TransportBroken("the other end sends records without anything in them")
 
     @property

@@ -6,7 +6,7 @@
     ``TlsOptions``              certificates of one authority              the same, from a host of that authority
     ``encryption="off"``        nothing: no TLS, plain bytes               the same, and whoever is on the way
 
-farcall's own handshake (`protocol/handshake.py`) runs inside. Its proofs cover this very channel (`Pump.binding`), so
+farcall's own handshake (`protocol/handshake.py`) runs inside. Its proofs cover this very channel (`TlsPump.binding`):
 somebody who ends TLS towards both members relays a proof that neither accepts, whatever certificates he has. As the
 proofs say who is there, the dialer needs no certificate by default. (Python's ``ssl`` cannot ask for one that it is not
 to verify.) The keys of a channel are made for it and forgotten with it: the secret, learnt later, opens no recording.
@@ -32,7 +32,7 @@ from typing import NamedTuple
 from farcall.options import RpcBackendOptions, TlsOptions
 from farcall.private_files import fingerprint
 from farcall.transport.interface import AcceptPostponed, Buffer, TlsFailed, Transport, TransportBroken, TransportError
-from farcall.transport.pump import ALPN, MAX_BODY_BYTES, Pump
+from farcall.transport.pump import ALPN, MAX_BODY_BYTES, TlsPump
 
 logger: logging.Logger = logging.getLogger("farcall")
 
@@ -59,7 +59,7 @@ class TlsTransport(Transport):
         "pending_bytes",
     )
 
-    def __init__(self, inner: Transport, pump: Pump, *, names: bool) -> None:
+    def __init__(self, inner: Transport, pump: TlsPump, *, names: bool) -> None:
         """``names``: the peer's certificate must have the name of its worker."""
         self._inner = inner
         self._pump = pump
@@ -260,13 +260,13 @@ class Tls:
         """Put TLS over a connection that we made to ``host``."""
         options, contexts = self._options, self._current()
         host_to_check = host if options is not None and options.check_hosts else None
-        pump = Pump(contexts.dialling, contexts.dialling_digest, is_listener=False, host=host_to_check)
+        pump = TlsPump(contexts.dialling, contexts.dialling_digest, is_listener=False, host=host_to_check)
         return TlsTransport(transport, pump, names=options is not None and options.bind_names)
 
     def accepted(self, transport: Transport) -> Transport:
         """Put TLS over a connection that we accepted."""
         options, contexts = self._options, self._current()
-        pump = Pump(contexts.listening, contexts.listening_digest, is_listener=True, host=None)
+        pump = TlsPump(contexts.listening, contexts.listening_digest, is_listener=True, host=None)
         return TlsTransport(transport, pump, names=options is not None and options.bind_names)
 
     def serves_web(self) -> bool:

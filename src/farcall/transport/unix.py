@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import ClassVar
 
-from farcall.private_files import pid_namespace, private_directory, runtime_directory
+from farcall.private_files import pid_namespace, private_directory, remove_left_files, runtime_directory
 from farcall.transport.interface import (
     MAX_DESCRIPTORS_PER_SEND,
     MAX_DESCRIPTORS_UNTAKEN,
@@ -198,13 +198,9 @@ _cleaned: set[Path] = set()
 
 def _remove_stale(directory: Path) -> None:
     """Once per process: remove the socket files of killed processes, which nobody else removes."""
-    if directory in _cleaned:
-        return
-    _cleaned.add(directory)
-    for path in directory.glob(f"{pid_namespace()}-*{_SUFFIX}"):
-        number = path.name.split("-")[1]
-        if number.isdecimal() and not os.path.exists(f"/proc/{number}") and os.path.isdir("/proc/self"):
-            path.unlink(missing_ok=True)
+    if directory not in _cleaned:
+        _cleaned.add(directory)
+        remove_left_files(directory, _SUFFIX)
 
 
 def _is_bound(path: str) -> bool:

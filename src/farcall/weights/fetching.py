@@ -174,9 +174,8 @@ class Fetch:
     def _borrow_from(self, neighbour: int) -> None:
         peer = self._fetcher.contents.peer(neighbour)
         if not isinstance(peer, RemotePeer) or peer.lending is None:
-            self._handle(
-                Routed(self._trusted((neighbour, self.arriving.lender)))
-            )  # this link shares no memory: fetch the bytes
+            # This link shares no memory: fetch the bytes.
+            self._handle(Routed(self._trusted((neighbour, self.arriving.lender))))
             return
         future = self._call(neighbour, borrow, ([plain_content(content) for content in self._contents],))
         if future is None:

@@ -14,9 +14,9 @@ import torch
 from farcall.errors import RpcError
 from farcall.protocol.weights.messages import Claim, Key
 from farcall.runtime.calls.results import Later
-from farcall.runtime.calls.scope import CURRENT
+from farcall.runtime.calls.serving import asking_peer
 from farcall.runtime.node import current_runtime
-from farcall.runtime.peers.peer import Peer, RemotePeer
+from farcall.runtime.peers.peer import RemotePeer
 from farcall.weights.manifest import Content
 
 if TYPE_CHECKING:
@@ -42,30 +42,22 @@ def _fetcher() -> Fetcher:
     return current_runtime().part(Weights).fetcher
 
 
-def _asker() -> Peer:
-    """The member whose request is served."""
-    scope = CURRENT.get()
-    assert scope is not None
-    assert scope.served is not None
-    return current_runtime().peer(scope.served.caller)
-
-
 def find_route(name: str, key: PlainKey, host: str, avoided: Sequence[int]) -> tuple[int, list[int]]:
     """At the lender of a version: the route by which the caller gets it."""
     epoch, publisher, number = key
-    member = _asker().incarnation
+    member = asking_peer().incarnation
     route = _fetcher().route(name, Key(Claim(epoch, publisher), number), member, host, avoided)
     return route.neighbour, route.sources
 
 
 def read_chunk(content: PlainContent, offset: int, size: int) -> torch.Tensor | Later:
     """At a source: a range of a content, by value."""
-    return _fetcher().chunk(Content(*content), offset, size, _asker().incarnation)
+    return _fetcher().chunk(Content(*content), offset, size, asking_peer().incarnation)
 
 
 def borrow(contents: Sequence[PlainContent]) -> Later:
     """At the leader of a host: have the caller map these contents; the result is the numbers of their blocks."""
-    peer = _asker()
+    peer = asking_peer()
     if not isinstance(peer, RemotePeer):
         raise RpcError("a member does not borrow from itself")
     return _fetcher().lend(peer, [Content(*content) for content in contents])

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from farcall.cli.screen import Screen
+from farcall.cli.screen import CommandConsole
 
 HOSTILE = "f\x1b[2J\x1b]0;title\x07\x9b2J\u202eend\r\x08"
 
@@ -26,7 +26,7 @@ def table() -> Table:
 )
 def test_control_characters_of_members_are_shown(what: Text | str | Table) -> None:
     written = io.StringIO()
-    screen = Screen(file=written, width=120, force_terminal=True)
+    screen = CommandConsole(file=written, width=120, force_terminal=True)
     screen.print(what)
     with Live(console=screen, auto_refresh=False, screen=True) as live:
         live.update(what, refresh=True)
@@ -38,5 +38,5 @@ def test_control_characters_of_members_are_shown(what: Text | str | Table) -> No
 
 def test_its_own_colours_and_lines_stay() -> None:
     written = io.StringIO()
-    Screen(file=written, width=80, force_terminal=True, color_system="standard").print("[red]one\ntwo[/]")
+    CommandConsole(file=written, width=80, force_terminal=True, color_system="standard").print("[red]one\ntwo[/]")
     assert written.getvalue() == "\x1b[31mone\x1b[0m\n\x1b[31mtwo\x1b[0m\n"

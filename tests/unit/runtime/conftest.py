@@ -11,6 +11,6 @@ from farcall.runtime.io import reader
 
 @pytest.fixture(autouse=True)
 def _collections_are_watched() -> Iterator[None]:
-    reader.watch_collections()
+    end = reader.watch_collections()
     yield
-    reader.unwatch_collections()
+    end()

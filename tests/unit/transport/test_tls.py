@@ -30,7 +30,7 @@ from farcall.transport.interface import (
     TransportBroken,
     TransportForged,
 )
-from farcall.transport.pump import Pump, _names_host
+from farcall.transport.pump import TlsPump, _names_host
 from farcall.transport.tls import Tls, _ephemeral, tls_for
 
 SECRET = b"a secret of some length"
@@ -148,13 +148,13 @@ def test_nobody_in_between_can_read_or_change(between: Between) -> None:
 def test_a_small_message_is_read_once(between: Between, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read in vain, before it came or behind it, costs more than to decrypt it."""
     reads = []
-    read_into = Pump.read_into
+    read_into = TlsPump.read_into
 
-    def count(pump: Pump, view: memoryview) -> int | None:
+    def count(pump: TlsPump, view: memoryview) -> int | None:
         reads.append(read_into(pump, view))
         return reads[-1]
 
-    monkeypatch.setattr(Pump, "read_into", count)
+    monkeypatch.setattr(TlsPump, "read_into", count)
     between.left.send((bytes(200),))
     between.carry()
     assert between.right.receive_into(memoryview(bytearray(1000))) == 200

@@ -20,6 +20,7 @@ from farcall.errors import InitError
 from farcall.runtime.io.bounded_call import Unanswered, in_bounded_time
 from farcall.runtime.rendezvous.addresses import is_local, is_loopback
 from farcall.runtime.rendezvous.meeting_place import MeetingPlace, find_meeting_place
+from farcall.runtime.rendezvous.store import is_answered
 
 CONNECT_S = 5.0
 
@@ -70,7 +71,7 @@ def _port(place: MeetingPlace, where: str) -> Finding:
         if place.scheme == "farcall":
             return ok("store", f"{place.name} accepts connections; joining will show whether it is a member")
         begun = monotonic()
-        is_silent = not _is_answered(asking)
+        is_silent = not is_answered(asking, CONNECT_S)
     try:
         if is_silent:
             raise Unanswered(place.name)
@@ -80,12 +81,6 @@ def _port(place: MeetingPlace, where: str) -> Finding:
         advice = "if the port belongs to another program, choose another MASTER_PORT"
         return wrong("store", f"something listens at {place.name}, but no torch store answers: {first}", advice)
     return ok("store", f"{place.name} answers ({1e3 * (monotonic() - begun):.0f} ms)")
-
-
-def _is_answered(asking: socket.socket) -> bool:
-    from farcall.runtime.rendezvous.store import is_answered  # loads torch
-
-    return is_answered(asking, CONNECT_S)
 
 
 def _ask(place: MeetingPlace, cancelled: threading.Event) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias, TypeVar
 import msgspec
 
 from farcall.protocol.member import Member
-from farcall.protocol.membership.messages import Message, Refusal
+from farcall.protocol.membership.messages import JoinRefusal, Message
 from farcall.protocol.membership.neighbours import FULL_MESH
 
 _T = TypeVar("_T")
@@ -212,7 +212,7 @@ class Refused(msgspec.Struct, frozen=True):
     """This node may not join; the text says why."""
 
     why: str
-    kind: Refusal
+    kind: JoinRefusal
 
 
 class Departed(msgspec.Struct, frozen=True):

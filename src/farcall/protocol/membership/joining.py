@@ -59,10 +59,10 @@ from farcall.protocol.membership.messages import (
     Introduction,
     Join,
     JoinAnswer,
+    JoinRefusal,
     Message,
     Obituary,
     Ping,
-    Refusal,
     Status,
     Update,
 )
@@ -122,7 +122,7 @@ class Admissions:
     def _on_join(self, member: Member, now: float) -> None:
         """As sponsor: forward a request to the arbiter; take in a newcomer that confirms its offer."""
         if self._is_fixed and self._table.is_over and self._table.member(member.incarnation) is None:
-            self._outbox.send(member.incarnation, Decision(member, GROUP_IS_OVER, refusal=Refusal.GROUP_OVER))
+            self._outbox.send(member.incarnation, Decision(member, GROUP_IS_OVER, refusal=JoinRefusal.GROUP_OVER))
         elif not member.admission and self._table.member(member.incarnation) is None:
             arbiter = self._table.lowest_rank(trusted_only=True).incarnation
             if arbiter != self._table.me:
@@ -164,7 +164,7 @@ class Admissions:
             known = entry.member or member
             return Decision(known, "" if not entry.ended else "this process was a member before, and its time is over")
         if self._is_fixed and self._table.is_over:
-            return Decision(member, GROUP_IS_OVER, refusal=Refusal.GROUP_OVER)
+            return Decision(member, GROUP_IS_OVER, refusal=JoinRefusal.GROUP_OVER)
         rivals = self._table.rivals(member)
         if rivals:
             return self._contest(member, rivals, now)
@@ -212,9 +212,9 @@ class Admissions:
 def _taken(member: Member, rival: Member, how: str = "which is alive") -> Decision:
     if rival.name == member.name:
         why = f"the name {member.name!r} is taken: the member of rank {rival.rank} has it, {how}"
-        return Decision(member, why, refusal=Refusal.NAME_TAKEN)
+        return Decision(member, why, refusal=JoinRefusal.NAME_TAKEN)
     why = f"rank {member.rank} is taken: {rival.name!r} has it, {how}; give every process a rank of its own"
-    return Decision(member, why, refusal=Refusal.RANK_TAKEN)
+    return Decision(member, why, refusal=JoinRefusal.RANK_TAKEN)
 
 
 def loser_of(one: Member, other: Member) -> tuple[Member, str]:
@@ -228,7 +228,7 @@ class Newcomer:
     """The joining of a node that is no member yet; ends with a call of ``admit`` or ``refuse``."""
 
     def __init__(
-        self, shared: Shared, admit: Callable[[JoinAnswer, float], None], refuse: Callable[[str, Refusal], None]
+        self, shared: Shared, admit: Callable[[JoinAnswer, float], None], refuse: Callable[[str, JoinRefusal], None]
     ) -> None:
         self._options, self._table = shared.options, shared.table
         self._timers, self._outbox = shared.timers, shared.outbox

@@ -35,10 +35,10 @@ from farcall.protocol.membership.messages import (
     Introduction,
     Join,
     JoinAnswer,
+    JoinRefusal,
     Message,
     Obituary,
     Ping,
-    Refusal,
     Resurfaced,
     Status,
     Update,
@@ -487,7 +487,7 @@ class MembershipMachine:
                 self._suspicions.begin(member.incarnation, entry.version, False, now)
         self._learn(0, [update for update in answer.updates if update.incarnation == self.me], now)
 
-    def _refuse(self, why: str, kind: Refusal) -> None:
+    def _refuse(self, why: str, kind: JoinRefusal) -> None:
         if self._move(events.Refused):
             self._outbox.tell(events.Refused(why, kind))
 

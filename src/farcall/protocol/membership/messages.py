@@ -54,7 +54,7 @@ class Status(IntEnum):
     LEFT = 3
 
 
-class Refusal(IntEnum):
+class JoinRefusal(IntEnum):
     """Why a newcomer is not let in, for programs; the text is for people."""
 
     OTHER = 0
@@ -145,7 +145,7 @@ class Obituary(ControlMessage, frozen=True, tag=58):
     lowest_rank: _Count
     hinted: bool = False
     alone: bool = False
-    refusal: Refusal = Refusal.OTHER
+    refusal: JoinRefusal = JoinRefusal.OTHER
 
 
 class Resurfaced(ControlMessage, frozen=True, tag=59):
@@ -169,7 +169,7 @@ class Decision(ControlMessage, frozen=True, tag=62):
     member: Member
     why_not: _Why
     latest: Annotated[tuple[Member, ...], msgspec.Meta(max_length=MAX_UPDATES)] = ()
-    refusal: Refusal = Refusal.OTHER
+    refusal: JoinRefusal = JoinRefusal.OTHER
 
 
 class JoinAnswer(ControlMessage, frozen=True, tag=63):

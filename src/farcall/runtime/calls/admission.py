@@ -32,8 +32,7 @@ from time import monotonic
 from typing import Protocol
 
 from farcall.runtime.calls.scope import Served
-from farcall.runtime.io import sigint
-from farcall.runtime.io.sigint import Gate
+from farcall.runtime.io.sigint import Gate, exposed
 from farcall.runtime.io.timers import NEVER, Callback, Timer
 from farcall.runtime.link.send_queue import bounded
 
@@ -120,7 +119,6 @@ class Fullness:
         Returns also when the request whose function makes the call ``sender`` is cancelled.
         """
         parent = None if sender is None else sender.parent
-        mine = sigint.here.guard
         gate = Gate()
         self._gates.append(gate)
         try:
@@ -129,13 +127,7 @@ class Fullness:
                 remaining = deadline - monotonic()
                 if remaining <= 0:
                     return False
-                depth, mine.depth = mine.depth, 0  # Ctrl-C ends the wait
-                try:
-                    if mine.held is not None:
-                        sigint.deliver()
-                    gate.wait(bounded(remaining))
-                finally:
-                    mine.depth = depth
+                exposed(gate.wait, bounded(remaining))
             return True
         finally:
             self._gates.remove(gate)

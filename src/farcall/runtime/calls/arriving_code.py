@@ -10,8 +10,7 @@
     known     KEPT_BYTES of newer use            unknown
 
 A call that waits is accepted: it counts as unanswered, is cancelled like any other when its caller gives up, and runs
-once.
-Each caller has its own units: what one has sent, or keeps in use, is nothing to another.
+once. Each caller has its own units: what one has sent, or keeps in use, is nothing to another.
 """
 
 from __future__ import annotations

@@ -122,6 +122,9 @@ class NoReferences:
 class Server:
     """The requests that one node serves: accepts them, has their functions run, and sends the answers."""
 
+    code: ArrivingCode | None = None
+    """The code by value of callers; made at the first call of such a function."""
+
     def __init__(
         self,
         worker: WorkerInfo,
@@ -162,9 +165,6 @@ class Server:
         """The references of the node; the layer above sets them once, before the first message arrives."""
         self.stream_request: Callable[[Server, Peer, Frame], Request] = Request
         """Makes the request of a frame with the flag STREAM; set once by the layer above, like ``references``."""
-        self._making = threading.Lock()
-        self.code: ArrivingCode | None = None
-        """The code by value of callers; made at the first call of such a function."""
         self.wrap: Callable[[Request], Task] | None = None
         """Makes the task that runs in the place of a request; None: the request itself. Set by the layer above."""
 
@@ -224,10 +224,8 @@ class Server:
     def _make_code(self) -> ArrivingCode:
         from farcall.runtime.calls.arriving_code import ArrivingCode  # programs whose functions have names need none
 
-        with self._making:
-            if self.code is None:
-                self.code = ArrivingCode(self)
-        return self.code
+        made: ArrivingCode = vars(self).setdefault("code", ArrivingCode(self))  # one step: several links may be read
+        return made
 
     def run_behind(self, request: Request, task: Task, function: bytes) -> None:
         """Run ``task``, a follow-up of the ended ``request`` that is timed under the name ``function``.
@@ -647,3 +645,11 @@ class Request:
             self.fail(error)
             return
         self.answer([value])
+
+
+def asking_peer() -> Peer:
+    """The member whose request the calling function serves."""
+    scope = CURRENT.get()
+    assert scope is not None
+    assert isinstance(scope.served, Request)
+    return scope.served.peer

@@ -144,15 +144,15 @@ def _on_collection(
 _CALLBACKS: tuple[Callable[[str, dict[str, int]], object], ...] = (_collections.__setitem__, _on_collection)
 
 
-def watch_collections() -> None:
-    """Note collections from now on; needed while there is a node."""
+def watch_collections() -> Callable[[], None]:
+    """Note collections from now on, until what is returned is called; needed while there is a node."""
     gc.callbacks.extend(_CALLBACKS)
 
+    def end() -> None:
+        for callback in _CALLBACKS:
+            gc.callbacks.remove(callback)
 
-def unwatch_collections() -> None:
-    """The opposite."""
-    for callback in _CALLBACKS:
-        gc.callbacks.remove(callback)
+    return end
 
 
 def in_event_loop() -> bool:

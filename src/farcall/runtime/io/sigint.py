@@ -11,10 +11,6 @@ again. So each section that begins while none is under way looks, and puts ours 
 of ours knows its own predecessor: a handler of the program's that calls the one before it, which is ours, must reach
 the one before that.
 
-A destructor is a section from before its first instruction: there Python looks for signals, and drops what the
-handler raises, so a program would miss its Ctrl-C, and somebody would wait for ever for what the destructor gives back.
-The handler finds it on the stack (`destructors.py`), holds the signal, and has it sent again a moment later.
-
 Signal handlers run on the main thread only, so only that thread touches the state below, and it needs no lock.
 """
 
@@ -38,7 +34,7 @@ from farcall.destructors import DESTRUCTORS
 SLICE_S = 1.0
 """The longest time for which the main thread may miss a signal."""
 _AGAIN_S = 0.001
-"""How long after a signal inside a destructor the main thread is pressed again."""
+"""How long after a signal inside a destructor the main thread gets it again."""
 _main_thread = threading.main_thread().ident
 _get_ident = threading.get_ident
 
@@ -79,7 +75,7 @@ class _Here(threading.local):
 here: _Here = _Here()
 
 
-class _Handler:
+class _SigintHandler:
     """Our handler of SIGINT, before ``before``."""
 
     __slots__ = ("before",)
@@ -102,6 +98,11 @@ class _Handler:
 
 
 def _in_destructor(frame: FrameType | None) -> bool:
+    """Is one of `destructors.py` on the stack? Then the signal is held, and sent again a moment later.
+
+    A destructor is a section from before its first instruction: there Python looks for signals, and drops what the
+    handler raises. A program would miss its Ctrl-C, and somebody might wait for ever for what it gives back.
+    """
     while frame is not None:
         if frame.f_code in DESTRUCTORS:
             return True
@@ -146,10 +147,10 @@ def look() -> None:
     """On the main thread: put our handler before the program's, if it has set one."""
     current = getsignal(signal.SIGINT)
     # Not callable: ignored, the system's own, or set by code that is not Python. None of these raises.
-    if current.__class__ is not _Handler and _users and callable(current):
+    if current.__class__ is not _SigintHandler and _users and callable(current):
         if not _state.depth:
             _state.held, _state.again = None, False  # left by a destructor, for a handler that the program has replaced
-        signal.signal(signal.SIGINT, _Handler(current))
+        signal.signal(signal.SIGINT, _SigintHandler(current))
 
 
 def enter() -> None:
@@ -227,6 +228,18 @@ def pause(guard: SigintGuard) -> None:
             guard.depth = depth
 
 
+def exposed(wait: Callable[..., bool], *arguments: object) -> bool:
+    """Inside a section, do ``wait(*arguments)``, which Ctrl-C may cut."""
+    guard = here.guard
+    depth, guard.depth = guard.depth, 0
+    try:
+        if guard.held is not None:
+            deliver()
+        return wait(*arguments)
+    finally:
+        guard.depth = depth
+
+
 class Gate:
     """A gate at which one thread waits until another opens it.
 
@@ -278,7 +291,7 @@ def uninstall() -> None:
         _users -= 1
     if not _users and _get_ident() == _main_thread:
         current = getsignal(signal.SIGINT)
-        if isinstance(current, _Handler):
+        if isinstance(current, _SigintHandler):
             signal.signal(signal.SIGINT, current.before)
 
 

@@ -403,17 +403,12 @@ class Outgoing:
         self.queue.full = True  # bounds the small frames that other threads queue meanwhile
         self._waiting += 1  # and makes them leave those frames to this thread
         self._write_lock.release()
-        mine = sigint.here.guard
-        depth, mine.depth = mine.depth, 0
         try:
-            if mine.held is not None:
-                sigint.deliver()
-            transport.wait_writable(timeout_s)
+            sigint.exposed(transport.wait_writable, timeout_s)
         except TransportError as error:
             self._on_error(error, transport)  # of this transport: the link may have another by now
             raise _Interrupted from error
         finally:
-            mine.depth = depth
             self._write_lock.acquire()
             self._waiting -= 1
         if self._transport is not transport or self.queue.down:

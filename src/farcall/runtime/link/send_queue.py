@@ -15,9 +15,9 @@ from collections.abc import Callable
 from time import monotonic
 
 from farcall.errors import Delivery, RpcTimeout
-from farcall.runtime.io import sigint
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.reader import in_event_loop, reading
+from farcall.runtime.io.sigint import exposed
 from farcall.runtime.io.timers import NEVER
 from farcall.transport.interface import WAIT_SLICE_S
 
@@ -75,7 +75,6 @@ class SendQueue:
 
         Not a ``threading.Condition``: Ctrl-C in the middle of its ``wait`` could leave its lock taken.
         """
-        mine = sigint.here.guard
         gate = threading.Lock()
         gate.acquire()
         self._waiting.append(gate)
@@ -84,14 +83,7 @@ class SendQueue:
                 remaining = deadline - monotonic()
                 if remaining <= 0:
                     return
-                depth, mine.depth = mine.depth, 0
-                try:
-                    if mine.held is not None:
-                        sigint.deliver()
-                    opened = gate.acquire(True, bounded(min(WAIT_SLICE_S, remaining)))
-                finally:
-                    mine.depth = depth
-                if opened:
+                if exposed(gate.acquire, True, bounded(min(WAIT_SLICE_S, remaining))):
                     self._waiting.append(gate)
         finally:
             try:

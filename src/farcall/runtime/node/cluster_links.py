@@ -146,7 +146,7 @@ class ClusterLinks:
             if peer.devices is not None:
                 peer.devices.forget_segments()
 
-    def say_goodbye(self, farewell: messages.Farewell, linger_s: float, *, agreed: bool) -> None:
+    def say_goodbye(self, reason: messages.GoodbyeReason, linger_s: float, *, agreed: bool) -> None:
         """Tell all peers that this is no accident, and give them ``linger_s`` to read the last messages.
 
         ``agreed``: all members leave.
@@ -160,7 +160,7 @@ class ClusterLinks:
                 continue  # a sleeping peer hears of it from the others
             if peer.link.up:
                 peer.link.outgoing.unpause(for_good=True)  # where a parting is under way
-            peer.control(messages.Goodbye(farewell, agreed))
+            peer.control(messages.Goodbye(reason, agreed))
         for peer in self._left:
             peer.link.outgoing.flush_behind_others()
         if linger_s:

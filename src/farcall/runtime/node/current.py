@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from farcall.errors import NotInitialized
 
@@ -56,24 +56,20 @@ STARTED: weakref.WeakSet[Runtime] = weakref.WeakSet()
 """The runtimes of this process that have not ended; in a forked child they are the parent's."""
 
 
-class _InProcess(NamedTuple):
-    """A change of the process itself: a hook of Python's, a method of torch's."""
-
-    begin: Callable[[], object]
-    end: Callable[[], object]
-
-
-_in_process: list[_InProcess] = []
-"""In force from the start of the first node to the end of the last."""
+_Begin = Callable[[], Callable[[], object]]
+"""Makes a change of the process itself (a hook of Python's, a method of torch's), and returns what takes it back."""
+_begins: list[_Begin] = []
+_ends: list[Callable[[], object]] = []
+"""Of the changes in force: from the start of the first node to the end of the last."""
 _first_and_last = threading.Lock()
 
 
-def while_there_are_nodes(begin: Callable[[], object], end: Callable[[], object]) -> None:
-    """Call ``begin`` when this process has its first node, perhaps now, and ``end`` when it has none any more."""
+def while_there_are_nodes(begin: _Begin) -> None:
+    """Call ``begin`` when this process has its first node, perhaps now; and what that returns when it has none."""
     with _first_and_last:
-        _in_process.append(_InProcess(begin, end))
+        _begins.append(begin)
         if STARTED:
-            begin()
+            _ends.append(begin())
 
 
 def has_started(runtime: Runtime) -> None:
@@ -82,8 +78,8 @@ def has_started(runtime: Runtime) -> None:
         is_first = not STARTED
         STARTED.add(runtime)
         if is_first:
-            for change in _in_process:
-                change.begin()
+            for begin in _begins:
+                _ends.append(begin())
 
 
 def has_ended(runtime: Runtime) -> None:
@@ -92,8 +88,8 @@ def has_ended(runtime: Runtime) -> None:
         was_there = runtime in STARTED
         STARTED.discard(runtime)
         if was_there and not STARTED:
-            for change in reversed(_in_process):
-                change.end()
+            while _ends:
+                _ends.pop()()
 
 
 def current_runtime() -> Runtime:

@@ -273,10 +273,10 @@ class Dispatcher:
         if message.agreed:
             # The group has agreed to end: as good as the release by our parent, and earlier in a large group.
             self._leaving.on_message(peer, messages.DepartureReleased())
-        peer.leaving, peer.farewell = True, message.farewell.text
+        peer.leaving, peer.farewell = True, message.reason.text
         if peer.known:
-            is_wanted = message.farewell is messages.Farewell.LEFT
-            self._watch().on_goodbye(peer.incarnation, "" if is_wanted else message.farewell.text)
+            is_wanted = message.reason is messages.GoodbyeReason.LEFT
+            self._watch().on_goodbye(peer.incarnation, "" if is_wanted else message.reason.text)
 
     def _on_departure(self, peer: RemotePeer, message: DepartureMessage) -> None:
         self._leaving.on_message(peer, message)

@@ -25,7 +25,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, TypeAlias
 
 from farcall.errors import Cancelled, Expelled, NotInitialized, RpcError, ShutdownTimeout
-from farcall.protocol.messages import Farewell
+from farcall.protocol.messages import GoodbyeReason
 from farcall.runtime.io import sigint
 from farcall.runtime.io.reader import stop_reading
 from farcall.runtime.io.timers import NEVER
@@ -226,11 +226,11 @@ class Ending:
             node.watch.stop()
             if not comes_back:
                 node.member_events.end()
-            farewell = Farewell.LEFT if wanted else Farewell.GAVE_UP
+            reason = GoodbyeReason.LEFT if wanted else GoodbyeReason.GAVE_UP
             if self._exiting:
-                farewell = Farewell.FORGOT_SHUTDOWN
+                reason = GoodbyeReason.FORGOT_SHUTDOWN
             agreed = linger and node.membership.size > node.options.membership.full_mesh
-            links.say_goodbye(farewell, LINGER_S if linger else 0.0, agreed=agreed)
+            links.say_goodbye(reason, LINGER_S if linger else 0.0, agreed=agreed)
             node.calls.end(why)  # before the links: callers learn the true reason, not "the link is gone"
             links.cut(why)
             node.membership.close()

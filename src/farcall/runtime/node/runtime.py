@@ -29,7 +29,7 @@ from farcall.runtime.calls.executor import Executor, FunctionTask
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.serving import Server
 from farcall.runtime.io.loop import Loop
-from farcall.runtime.io.reader import unwatch_collections, watch_collections
+from farcall.runtime.io.reader import watch_collections
 from farcall.runtime.io.timers import Callback, Timer
 from farcall.runtime.link.connector import Connector
 from farcall.runtime.membership.events import MemberChanges, MemberEvents
@@ -62,7 +62,7 @@ MakeCalls = Callable[..., CallTable]
 
 TRIM_EVERY_S = 10.0
 
-current.while_there_are_nodes(watch_collections, unwatch_collections)
+current.while_there_are_nodes(watch_collections)
 
 
 def _end_children() -> None:
@@ -71,7 +71,7 @@ def _end_children() -> None:
         children.end()
 
 
-current.while_there_are_nodes(lambda: None, _end_children)
+current.while_there_are_nodes(lambda: _end_children)
 
 
 class Runtime:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ class TorchThreads:
         else:
             torch.get_num_threads()  # takes over the process's, see above
 
-    def begin(self) -> None:
-        """Hear of changes."""
+    def begin(self) -> Callable[[], None]:
+        """Hear of changes, until what is returned is called."""
         self._number, self._own = 0, torch.set_num_threads
 
         def set_num_threads(nthreads: int) -> None:
@@ -46,11 +47,11 @@ class TorchThreads:
 
         functools.update_wrapper(set_num_threads, self._own)  # so that it is pickled by torch's name
         torch.set_num_threads = set_num_threads
+        return self._end
 
-    def end(self) -> None:
-        """The opposite."""
+    def _end(self) -> None:
         torch.set_num_threads = self._own
 
 
 TORCH_THREADS = TorchThreads()
-while_there_are_nodes(TORCH_THREADS.begin, TORCH_THREADS.end)
+while_there_are_nodes(TORCH_THREADS.begin)

@@ -12,9 +12,6 @@ A broken connection changes nothing else: both processes live, and so do their m
 frames, which the session retransmits if they were lost; blocks stay lent meanwhile. Only the peer's death takes them
 back (`close`).
 
-A large message is copied into the segment while its offer is under way. Fresh memory costs more than anything else in
-here: inline, the bytes would be written to fresh memory of the peer, and those of the next message to the segment.
-
 The sending thread places buffers; the pool has its own lock, and the set of accepted segments sees only single atomic
 operations. Without memory a buffer goes inline: that is never an error.
 """
@@ -50,7 +47,11 @@ code allocates, looks up and releases a block; at four times this size a segment
 
 
 WORTH_WAITING_BYTES = 1 << 20
-"""A message of this size waits until the peer has mapped its segments: inline it would wait for the peer to read it."""
+"""A message of this size is copied into a segment while its offer is under way, and waits until the peer has mapped it.
+
+Inline it would wait for the peer to read it, too, and be written to fresh memory there, as the next one here: fresh
+memory costs more than anything else.
+"""
 
 
 class SharedMemorySender:

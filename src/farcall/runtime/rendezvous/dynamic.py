@@ -32,7 +32,7 @@ from farcall.protocol.connector import Dial, Ended, Goal, Step
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello, Listen, RefusalReason, refuse
 from farcall.protocol.member import Member
-from farcall.protocol.membership.messages import Refusal
+from farcall.protocol.membership.messages import JoinRefusal
 from farcall.runtime.io.bounded_call import Unanswered, in_bounded_time
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.sigint import Gate
@@ -502,11 +502,11 @@ class _Newcomer:
             return False
         told = f"{watch.me.name} was not let in: {refused.why}"
         match refused.kind:
-            case Refusal.GROUP_OVER:
+            case JoinRefusal.GROUP_OVER:
                 raise GroupIsOver(told, self._membership.cluster_id)
-            case Refusal.NAME_TAKEN:
+            case JoinRefusal.NAME_TAKEN:
                 raise DuplicateName(told)
-            case Refusal.RANK_TAKEN:
+            case JoinRefusal.RANK_TAKEN:
                 raise BadRank(told)
         raise InitError(told)
 

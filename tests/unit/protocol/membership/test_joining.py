@@ -29,8 +29,8 @@ from farcall.protocol.membership.messages import (
     Gossip,
     Join,
     JoinAnswer,
+    JoinRefusal,
     Ping,
-    Refusal,
     Status,
     Update,
 )
@@ -97,10 +97,10 @@ def test_a_newcomer_asks_until_it_is_answered() -> None:
 
 @pytest.mark.parametrize(
     ("name", "rank", "word", "kind"),
-    [("worker3", 7, "name 'worker3'", Refusal.NAME_TAKEN), ("worker7", 3, "rank 3", Refusal.RANK_TAKEN)],
+    [("worker3", 7, "name 'worker3'", JoinRefusal.NAME_TAKEN), ("worker7", 3, "rank 3", JoinRefusal.RANK_TAKEN)],
 )
 def test_a_name_or_a_rank_in_use_is_refused_once_its_holder_has_answered(
-    name: str, rank: int, word: str, kind: Refusal
+    name: str, rank: int, word: str, kind: JoinRefusal
 ) -> None:
     arbiter, record = member(1), Member(name, rank, 7)
     arbiter.now = 1.0
@@ -124,11 +124,11 @@ def test_a_name_or_a_rank_in_use_is_refused_once_its_holder_has_answered(
 def test_a_sponsor_passes_on_what_kind_of_refusal_it_is() -> None:
     """Programs go by that: the words are for people."""
     sponsor, joiner = member(4), newcomer(Member("worker7", 7, 7))
-    sponsor.receive(1, Decision(Member("worker7", 7, 7), "in other words", refusal=Refusal.RANK_TAKEN))
+    sponsor.receive(1, Decision(Member("worker7", 7, 7), "in other words", refusal=JoinRefusal.RANK_TAKEN))
     (passed_on,) = sponsor.sent(Decision, to=7)
     joiner.feed(LocalJoin(4))
     joiner.receive(4, passed_on.message)
-    assert joiner.take(Refused) == [Refused("in other words", Refusal.RANK_TAKEN)]
+    assert joiner.take(Refused) == [Refused("in other words", JoinRefusal.RANK_TAKEN)]
 
 
 def test_the_name_of_one_that_is_busy_or_stopped_is_refused_when_its_death_would_be_known() -> None:

@@ -34,9 +34,9 @@ from farcall.protocol.membership.messages import (
     Introduction,
     Join,
     JoinAnswer,
+    JoinRefusal,
     Obituary,
     Ping,
-    Refusal,
     Resurfaced,
     Status,
     Update,
@@ -356,7 +356,7 @@ def test_a_group_of_fixed_size_lets_one_in_for_a_member_that_died_until_somebody
     bench.receive(78, Join(Member(RECORDS[2].name, RECORDS[2].rank, 78, ("tcp:h:1",))))
     (refusal,) = [send.message for send in bench.sent(Decision)]
     assert isinstance(refusal, Decision)
-    assert (refusal.why_not, refusal.refusal) == (GROUP_IS_OVER, Refusal.GROUP_OVER)
+    assert (refusal.why_not, refusal.refusal) == (GROUP_IS_OVER, JoinRefusal.GROUP_OVER)
 
 
 def test_who_slept_accuses_nobody() -> None:

@@ -160,7 +160,7 @@ FATES = {
 def test_a_call_that_finds_the_link_of_a_leaving_peer_closed_is_told_how_it_left(delivery: Delivery) -> None:
     """Its Goodbye came after the call had looked whether the peer leaves."""
     peer, _ = peer_with(None, [])
-    peer.leaving, peer.farewell = True, messages.Farewell.FORGOT_SHUTDOWN.text
+    peer.leaving, peer.farewell = True, messages.GoodbyeReason.FORGOT_SHUTDOWN.text
     error = peer.lost(delivery)
     assert isinstance(error, PeerDead)
     assert str(error).startswith("other ended without shutdown()")

@@ -23,7 +23,7 @@ from farcall.protocol.hello import Connect, Hello
 from farcall.protocol.member import Member
 from farcall.protocol.membership.events import Admitted, LocalLeave, MemberJoined
 from farcall.protocol.membership.messages import Ack, Gossip, Status, Update
-from farcall.protocol.messages import LEFT, Farewell, Ping
+from farcall.protocol.messages import LEFT, GoodbyeReason, Ping
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.link.connector import Connector
 from farcall.runtime.link.dialler import Dialler, Found
@@ -252,7 +252,7 @@ def test_two_links_are_made_at_once_by_one_thread(make: Tables, monkeypatch: pyt
     assert other.linked
 
 
-@pytest.mark.parametrize(("why", "farewell"), [("", LEFT), (Farewell.FORGOT_SHUTDOWN.text,) * 2])
+@pytest.mark.parametrize(("why", "farewell"), [("", LEFT), (GoodbyeReason.FORGOT_SHUTDOWN.text,) * 2])
 def test_how_a_member_left_is_known_without_a_connection_to_it(make: Tables, why: str, farewell: str) -> None:
     table = make.make(*OTHERS, full_mesh=3)
     peer = remote(table, OTHERS[0])
