@@ -116,6 +116,7 @@ End Core::wait(uint64_t number, double deadline, double patience, Message& answe
     Call& call = found->second;
     if (end == End::READY) {
         answer = std::move(call.answer);
+        answer.waited_for = true;
         value = call.value;
         calls_.erase(found);
     } else {
@@ -266,6 +267,7 @@ bool Core::pick(Work& work, bool came) {
         if (stopped_ || queue_.empty() || (running_ >= limit_ && !came)) return false;
         work = std::move(queue_.front());
         queue_.pop_front();
+        look_for_room();
         if (work.lying) {
             auto call = calls_.find(work.lying);
             if (call == calls_.end() || call->second.state != Call::ANSWERED) continue;  // somebody has asked
@@ -392,14 +394,13 @@ void Core::look_for_starvation() {
     Waiter* owner = owner_;
     if (owner && owner->worker) return;
     starved_ = true;
-    Message message;
-    message.kind = STARVED;
-    put_event(std::move(message));
+    put_event(news(STARVED, 0, 0));
 }
 
 void Core::limit_queue(size_t most) {
     std::lock_guard<std::mutex> hold(mutex_);
     queue_limit_ = most;
+    look_for_room();
 }
 
 void Core::finished(uint32_t id, uint64_t number) {
@@ -417,11 +418,38 @@ Counts Core::counts() {
     counts.queued = queue_.size();
     for (auto& [id, link] : links_) {
         for (auto& [number, served] : link->requests) counts.running += served.running;
-        counts.queued += link->order.size();
+        counts.queued += link->order.size() + link->deferred.size();
     }
     counts.last_call = next_call_ - 1;
     counts.last_request = requests_;
     return counts;
+}
+
+void Core::look_for_room() {
+    if (!full_ || queue_.size() > queue_limit_ / 2) return;
+    full_ = false;
+    for (auto& [id, link] : links_) link->full = false;
+    put_event(news(ROOM, 0, 0));
+}
+
+std::vector<Message> Core::queued() {
+    std::vector<Message> found;
+    std::lock_guard<std::mutex> hold(mutex_);
+    auto look = [&](const Message& message) {
+        auto link = links_.find(message.link);
+        if (message.kind != REQUEST || link == links_.end() || !link->second->requests.count(message.number)) return;
+        found.push_back(news(REQUEST, message.link, message.number, message.flags & ~MARKED));
+        Message& one = found.back();
+        one.text.assign(message.text, 0, size_t{message.function_bytes} + message.notes_bytes);
+        one.function_bytes = message.function_bytes;
+        one.notes_bytes = message.notes_bytes;
+        one.at = message.at;
+    };
+    for (auto& work : queue_) look(work.message);
+    for (auto& [id, link] : links_)
+        for (auto* held : {&link->deferred, &link->order})
+            for (auto& message : *held) look(message);
+    return found;
 }
 
 // ---------------------------------------------------------------------- the monitor
@@ -489,9 +517,7 @@ void Core::tick(double time, bool rung) {
     }
     if (!queue_.empty() && idle_.empty() && !coming_ && time - last_ended_ > HUNGRY && !starved_ && serves_) {
         starved_ = true;
-        Message message;
-        message.kind = STARVED;
-        put_event(std::move(message));
+        put_event(news(STARVED, 0, 0));
     } else if (!queue_.empty() && !starved_) {
         arm(time + HUNGRY);
     }

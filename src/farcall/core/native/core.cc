@@ -43,6 +43,7 @@ Message news(uint8_t kind, uint32_t link, uint64_t number, uint32_t flags) {
     message.link = link;
     message.number = number;
     message.flags = flags;
+    message.at = now();
     return message;
 }
 
@@ -179,7 +180,7 @@ bool Core::step(Waiter& self) {
     Link* only = attached_.size() == 1 && !stuck_ ? attached_.front() : nullptr;
     if (only && !(by_monitor && only->pump)) {
         hold.unlock();
-        reads.push_back({only, {}, false, ""});
+        reads.push_back({only});
         read(reads.back());
     } else {
         hold.unlock();
@@ -193,7 +194,7 @@ bool Core::step(Waiter& self) {
             }
             if (ready[i].events & EPOLLOUT) writable.push_back(link);
             if (ready[i].events & ~EPOLLOUT) {
-                reads.push_back({link, {}, false, ""});
+                reads.push_back({link});
                 read(reads.back());
             }
         }
@@ -205,15 +206,7 @@ bool Core::step(Waiter& self) {
     size_t queued = queue_.size();
     for (auto& one : reads) {
         got |= !one.messages.empty() || one.broken;
-        for (auto& message : one.messages) deliver(*one.link, std::move(message));
-        if (one.broken) {
-            remove_from(attached_, one.link);
-            epoll_ctl(ready_fd_, EPOLL_CTL_DEL, one.link->fd, nullptr);
-            Message broke = news(ENDED, one.link->id, 0);
-            broke.function_bytes = static_cast<uint32_t>(one.why.size());
-            broke.text = std::move(one.why);
-            put_event(std::move(broke));
-        }
+        handle(one);
     }
     quiet_ = false;
     if (got) last_ = now();
@@ -238,9 +231,18 @@ bool Core::step(Waiter& self) {
 // What the kernel has of one link, to messages. In the role, without a mutex.
 void Core::read(Read& read) {
     Link& link = *read.link;
-    try {
+    decode(read, [&] {
         for (size_t before = link.bytes; link.bytes - before < MOST_READ;)
             if (!receive(read)) break;
+    });
+    acknowledge(link);
+}
+
+// Make messages of what `source` gives to the link's decoder, which nobody else uses meanwhile.
+void Core::decode(Read& read, const std::function<void()>& source) {
+    Link& link = *read.link;
+    try {
+        source();
         for (auto& message : read.messages) {
             if (!(message.flags & CARRIES) || message.kind == CHUNK) continue;
             if (link.descriptors.empty()) continue;  // it left without: its sender's connection carried none
@@ -249,13 +251,28 @@ void Core::read(Read& read) {
         }
         if (link.descriptors.size() > MOST_DESCRIPTORS) throw WireError("the peer sent descriptors that no frame is for");
     } catch (const WireError& error) {
-        read.broken = true;
+        read.broken = read.final = true;
         read.why = error.what();
     } catch (const std::bad_alloc&) {
-        read.broken = true;
+        read.broken = read.final = true;
         read.why = "there is no memory for what the peer sends";
     }
-    acknowledge(link);
+}
+
+// Deliver what was read.
+void Core::handle(Read& read) {
+    Link& link = *read.link;
+    for (auto& message : read.messages) {
+        message.at = link.heard;
+        deliver(link, std::move(message));
+    }
+    if (!read.broken) return;
+    remove_from(attached_, &link);
+    epoll_ctl(ready_fd_, EPOLL_CTL_DEL, link.fd, nullptr);
+    Message broke = news(ENDED, link.id, 0, read.final ? UNKNOWN : 0);
+    broke.function_bytes = static_cast<uint32_t>(read.why.size());
+    broke.text = std::move(read.why);
+    put_event(std::move(broke));
 }
 
 // One system call. False: there is no more for now.
@@ -302,13 +319,7 @@ bool Core::receive(Read& read) {
             read.broken = true;
             return false;
         }
-        for (size_t at = 0; at < link.plain.size();) {
-            auto [to, size] = link.decoder.room();
-            size_t part = std::min(size, link.plain.size() - at);
-            std::memcpy(to, link.plain.data() + at, part);
-            at += part;
-            link.decoder.received(part, read.messages);
-        }
+        link.decoder.feed(link.plain, read.messages);
     }
     return static_cast<size_t>(count) == room.second;
 }
@@ -344,7 +355,7 @@ void Core::deliver(Link& link, Message message) {
             return;
         case REQUEST:
             requests_++;
-            link.requests[message.number] = {(message.flags & OWNER) != 0, false};
+            link.requests[message.number] = {(message.flags & OWNER) != 0, false, (message.flags & KEPT) != 0};
             break;
         default:
             break;
@@ -385,6 +396,10 @@ void Core::hand_out(Link& link, Message message) {
                 link.requests[message.number].running = true;
                 put_event(std::move(message));
                 return;
+            }
+            if (queue_.size() >= queue_limit_ && !std::exchange(link.full, true)) {
+                full_ = true;
+                put_event(news(FULL, link.id, queue_.size()));
             }
             put_work({std::move(message)});
             return;
@@ -444,7 +459,7 @@ void Core::letter_came(Link& link, Message message) {
 
 void Core::cancel_came(Link& link, uint64_t number) {
     auto found = link.requests.find(number);
-    if (found == link.requests.end()) return;  // answered, or never here
+    if (found == link.requests.end() || found->second.kept) return;  // answered, or never here; or others want it
     if (found->second.running) {
         if (!found->second.cancelled) put_event(news(CANCELLED, link.id, number));
         found->second.cancelled = true;
@@ -507,19 +522,51 @@ void Core::placed(uint32_t id) {
     forget_link(*link->second);
 }
 
-void Core::pause_behind(uint32_t id, Message message) {
+// As if this frame had not been handed out.
+Link* Core::put_back(Message& message) {
+    auto at = links_.find(message.link);
+    if (at == links_.end()) return nullptr;
+    Link& link = *at->second;
+    auto served = link.requests.find(message.number);
+    if (message.kind == REQUEST && served != link.requests.end()) {
+        served->second.running = false;
+        if (link.over && !served->second.kept) link.requests.erase(served);
+    } else if (message.kind == RESPONSE || message.kind == FAILURE) {
+        auto call = calls_.find(message.number);
+        if (message.waited_for)
+            calls_[message.number].link = link.id;
+        else if (call != calls_.end() && call->second.state == Call::HANDED)
+            call->second.state = Call::PENDING;
+        message.waited_for = false;
+    }
+    link.placing = false;
+    return &link;
+}
+
+void Core::pause_behind(Message message) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    Link* link = put_back(message);
+    if (!link) return;
+    link->order.push_front(std::move(message));
+    link->paused = true;
+}
+
+void Core::defer(Message message) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    Link* link = put_back(message);
+    if (!link) return;
+    link->deferred.push_back(std::move(message));
+    advance(*link);
+}
+
+void Core::recall(uint32_t id) {
     std::lock_guard<std::mutex> hold(mutex_);
     auto link = links_.find(id);
     if (link == links_.end()) return;
-    auto served = link->second->requests.find(message.number);
-    if (message.kind == REQUEST && served != link->second->requests.end()) served->second.running = false;
-    if (message.kind == RESPONSE || message.kind == FAILURE) {
-        auto call = calls_.find(message.number);
-        if (call != calls_.end() && call->second.state == Call::HANDED) call->second.state = Call::PENDING;
-    }
-    link->second->order.push_front(std::move(message));
-    link->second->paused = true;
-    link->second->placing = false;
+    auto& deferred = link->second->deferred;
+    for (; !deferred.empty(); deferred.pop_back()) link->second->order.push_front(std::move(deferred.back()));
+    advance(*link->second);
+    forget_link(*link->second);
 }
 
 void Core::unpause(uint32_t id) {

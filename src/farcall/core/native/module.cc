@@ -20,7 +20,7 @@ namespace {
 constexpr double PATIENCE = 0.03;  // of the main thread, which must look for signals
 
 struct State {
-    PyObject *arrived, *counts, *error, *stopped;
+    PyObject *arrived, *counts, *traffic, *error, *stopped;
     PyTypeObject *memory, *handle;
 };
 State state;
@@ -97,14 +97,14 @@ struct HandleObject {
     PyObject_HEAD
     PyObject* core;
     bool is_placed;
-    Message message;  // for `pause_behind`; its payload and buffers are shared with what was handed out
+    Content message;  // for `defer` and `pause_behind`; its memory is shared with what was handed out
 };
 
 void handle_dealloc(PyObject* self) {
     auto* handle = reinterpret_cast<HandleObject*>(self);
     auto* owner = reinterpret_cast<CoreObject*>(handle->core);
     if (!handle->is_placed && owner->core && owner->forks == forks()) owner->core->abandon(handle->message.link);
-    handle->message.~Message();
+    handle->message.~Content();
     PyTypeObject* type = Py_TYPE(self);
     Py_DECREF(handle->core);
     reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
@@ -122,16 +122,7 @@ PyObject* make_handle(CoreObject* core, const Message& message) {
     auto* handle = reinterpret_cast<HandleObject*>(made);
     handle->core = Py_NewRef(reinterpret_cast<PyObject*>(core));
     handle->is_placed = false;
-    new (&handle->message) Message();
-    handle->message.kind = message.kind;
-    handle->message.flags = message.flags;
-    handle->message.link = message.link;
-    handle->message.number = message.number;
-    handle->message.text = message.text;
-    handle->message.function_bytes = message.function_bytes;
-    handle->message.notes_bytes = message.notes_bytes;
-    handle->message.payload = message.payload;
-    handle->message.buffers = message.buffers;
+    new (&handle->message) Content(message);
     return made;
 }
 
@@ -156,6 +147,21 @@ PyObject* buffers_of(Message& message) {
     return list;
 }
 
+// Takes the items. Null where one of them is.
+template <size_t Count>
+PyObject* sequence_of(PyObject* type, PyObject* (&items)[Count]) {
+    bool complete = true;
+    for (PyObject* item : items) complete &= item != nullptr;
+    PyObject* made = complete ? PyStructSequence_New(reinterpret_cast<PyTypeObject*>(type)) : nullptr;
+    for (size_t i = 0; i < Count; i++) {
+        if (made)
+            PyStructSequence_SetItem(made, static_cast<Py_ssize_t>(i), items[i]);
+        else
+            Py_XDECREF(items[i]);
+    }
+    return made;
+}
+
 PyObject* arrived(CoreObject* core, Message& message) {
     const char* text = message.text.data();
     size_t notes_at = message.function_bytes, payload_at = notes_at + message.notes_bytes;
@@ -174,18 +180,21 @@ PyObject* arrived(CoreObject* core, Message& message) {
         buffers_of(message),
         is_marked ? make_handle(core, message) : Py_NewRef(Py_None),
         PyLong_FromLong(message.descriptor.release()),
+        PyFloat_FromDouble(message.at),
     };
-    constexpr Py_ssize_t count = sizeof items / sizeof *items;
-    bool complete = true;
-    for (PyObject* item : items) complete &= item != nullptr;
-    PyObject* made = complete ? PyStructSequence_New(reinterpret_cast<PyTypeObject*>(state.arrived)) : nullptr;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (made)
-            PyStructSequence_SetItem(made, i, items[i]);
-        else
-            Py_XDECREF(items[i]);
+    return sequence_of(state.arrived, items);
+}
+
+template <class Messages>
+PyObject* list_of(CoreObject* core, Messages& messages) {
+    PyObject* list = PyList_New(0);
+    for (auto& message : messages) {
+        PyObject* item = arrived(core, message);
+        if (!list || !item || PyList_Append(list, item)) Py_CLEAR(list);
+        Py_XDECREF(item);
+        if (!list) break;
     }
-    return made;
+    return list;
 }
 
 // ---------------------------------------------------------------------- pumps
@@ -523,11 +532,16 @@ PyObject* core_open_link(PyObject* self, PyObject* args) {
     return core ? PyLong_FromUnsignedLong(core->open_link(to_self)) : nullptr;
 }
 
-PyObject* core_attach(PyObject* self, PyObject* args) {
+PyObject* core_attach(PyObject* self, PyObject* args, PyObject* keywords) {
     unsigned int link;
     PyObject *connection, *instead = nullptr;
     unsigned long long received = 0;
-    if (!PyArg_ParseTuple(args, "IO|KO:attach", &link, &connection, &received, &instead)) return nullptr;
+    const char* first = "";
+    Py_ssize_t first_size = 0;
+    static const char* names[] = {"link", "connection", "received", "replacements", "first", nullptr};
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "IO|KOy#:attach", const_cast<char**>(names), &link, &connection,
+                                     &received, &instead, &first, &first_size))
+        return nullptr;
     Core* core = core_of(self);
     if (!core) return nullptr;
     std::vector<std::string> replacements;
@@ -557,12 +571,14 @@ PyObject* core_attach(PyObject* self, PyObject* args) {
         return nullptr;
     }
     bool good;
+    uint64_t again = 0;
+    std::string before(first, static_cast<size_t>(first_size));
     {
         WithoutInterpreter none;
-        good = core->attach(link, static_cast<int>(fd), std::move(pump), received, std::move(replacements));
+        good = core->attach(link, static_cast<int>(fd), std::move(pump), received, std::move(replacements), before, &again);
     }
     if (!good) return refuse("the link has ended, or the peer counts frames that cannot be");
-    Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(again);
 }
 
 PyObject* core_lost(PyObject* self, PyObject* args) {
@@ -603,9 +619,36 @@ PyObject* of_link(PyObject* self, PyObject* argument) {
             WithoutInterpreter none;
             result = (core->*Method)(static_cast<uint32_t>(link));
         }
-        if constexpr (std::is_floating_point_v<Result>) return PyFloat_FromDouble(result);
-        return PyLong_FromUnsignedLongLong(static_cast<unsigned long long>(result));
+        return PyLong_FromUnsignedLongLong(result);
     }
+}
+
+PyObject* core_send_last(PyObject* self, PyObject* args) {
+    unsigned int link;
+    const char* bytes;
+    Py_ssize_t size;
+    long long received = -1;
+    if (!PyArg_ParseTuple(args, "Iy#|L:send_last", &link, &bytes, &size, &received)) return nullptr;
+    Core* core = core_of(self);
+    if (!core || !is_frame(bytes, size)) return nullptr;
+    return PyBool_FromLong(core->send_last(link, std::string(bytes, static_cast<size_t>(size)), received));
+}
+
+PyObject* core_traffic(PyObject* self, PyObject* argument) {
+    unsigned long link = PyLong_AsUnsignedLong(argument);
+    Core* core = PyErr_Occurred() ? nullptr : core_of(self);
+    if (!core) return nullptr;
+    Traffic traffic;
+    {
+        WithoutInterpreter none;
+        traffic = core->traffic(static_cast<uint32_t>(link));
+    }
+    PyObject* items[] = {
+        PyLong_FromUnsignedLongLong(traffic.sent_bytes), PyLong_FromUnsignedLongLong(traffic.received_bytes),
+        PyLong_FromUnsignedLongLong(traffic.frames),     PyLong_FromUnsignedLongLong(traffic.unsent_bytes),
+        PyLong_FromUnsignedLongLong(traffic.held),       PyFloat_FromDouble(traffic.heard),
+    };
+    return sequence_of(state.traffic, items);
 }
 
 HandleObject* handle_of(PyObject* argument) {
@@ -628,14 +671,15 @@ PyObject* core_placed(PyObject* self, PyObject* argument) {
     Py_RETURN_NONE;
 }
 
-PyObject* core_pause_behind(PyObject* self, PyObject* argument) {
+template <auto Method>
+PyObject* put_back(PyObject* self, PyObject* argument) {
     HandleObject* handle = handle_of(argument);
     Core* core = handle ? core_of(self) : nullptr;
     if (!core) return nullptr;
     handle->is_placed = true;
-    uint32_t link = handle->message.link;
-    core->pause_behind(link, std::move(handle->message));
-    handle->message = Message();
+    Message message;
+    static_cast<Content&>(message) = std::move(handle->message);
+    (core->*Method)(std::move(message));
     Py_RETURN_NONE;
 }
 
@@ -777,25 +821,26 @@ PyObject* core_events(PyObject* self, PyObject*) {
         WithoutInterpreter none;
         core->take_events(messages);
     }
-    PyObject* list = PyList_New(0);
-    for (auto& message : messages) {
-        PyObject* item = arrived(reinterpret_cast<CoreObject*>(self), message);
-        if (!list || !item || PyList_Append(list, item)) Py_CLEAR(list);
-        Py_XDECREF(item);
-        if (!list) return nullptr;
-    }
-    return list;
+    return list_of(reinterpret_cast<CoreObject*>(self), messages);
+}
+
+PyObject* core_queued(PyObject* self, PyObject*) {
+    Core* core = core_of(self);
+    if (!core) return nullptr;
+    auto messages = core->queued();
+    return list_of(reinterpret_cast<CoreObject*>(self), messages);
 }
 
 PyObject* core_counts(PyObject* self, PyObject*) {
     Core* core = core_of(self);
     if (!core) return nullptr;
     Counts counts = core->counts();
-    PyObject* made = PyStructSequence_New(reinterpret_cast<PyTypeObject*>(state.counts));
-    if (!made) return nullptr;
-    uint64_t values[] = {counts.pending, counts.queued, counts.running, counts.last_call, counts.last_request};
-    for (Py_ssize_t i = 0; i < 5; i++) PyStructSequence_SetItem(made, i, PyLong_FromUnsignedLongLong(values[i]));
-    return made;
+    PyObject* items[] = {
+        PyLong_FromUnsignedLongLong(counts.pending),      PyLong_FromUnsignedLongLong(counts.queued),
+        PyLong_FromUnsignedLongLong(counts.running),      PyLong_FromUnsignedLongLong(counts.last_call),
+        PyLong_FromUnsignedLongLong(counts.last_request),
+    };
+    return sequence_of(state.counts, items);
 }
 
 PyObject* core_trim(PyObject* self, PyObject*) {
@@ -867,17 +912,21 @@ void core_dealloc(PyObject* self) {
 
 PyMethodDef core_methods[] = {
     {"open_link", core_open_link, METH_VARARGS, nullptr},
-    {"attach", core_attach, METH_VARARGS, nullptr},
+    {"attach", WITH_KEYWORDS(core_attach)},
     {"detach", of_link<&Core::detach>, METH_O, nullptr},
     {"lost", core_lost, METH_VARARGS, nullptr},
     {"admit", of_link<&Core::admit>, METH_O, nullptr},
-    {"pause_behind", core_pause_behind, METH_O, nullptr},
+    {"pause_behind", put_back<&Core::pause_behind>, METH_O, nullptr},
     {"unpause", of_link<&Core::unpause>, METH_O, nullptr},
+    {"defer", put_back<&Core::defer>, METH_O, nullptr},
+    {"recall", of_link<&Core::recall>, METH_O, nullptr},
     {"placed", core_placed, METH_O, nullptr},
     {"end_sending", of_link<&Core::end_sending>, METH_O, nullptr},
     {"end", of_link<&Core::end_link>, METH_O, nullptr},
-    {"heard", of_link<&Core::heard>, METH_O, nullptr},
-    {"unsent", of_link<&Core::unsent>, METH_O, nullptr},
+    {"sleep", of_link<&Core::sleep>, METH_O, nullptr},
+    {"send_last", core_send_last, METH_VARARGS, nullptr},
+    {"go_on", of_link<&Core::go_on>, METH_O, nullptr},
+    {"traffic", core_traffic, METH_O, nullptr},
     {"flush", of_link<static_cast<void (Core::*)(uint32_t)>(&Core::drain)>, METH_O, nullptr},
     {"call", WITH_KEYWORDS(core_call)},
     {"post", WITH_KEYWORDS(core_post)},
@@ -897,6 +946,7 @@ PyMethodDef core_methods[] = {
     {"begin_wait", plain<&Core::begin_wait>, METH_NOARGS, nullptr},
     {"end_wait", plain<&Core::end_wait>, METH_NOARGS, nullptr},
     {"limit_queue", core_limit_queue, METH_O, nullptr},
+    {"queued", core_queued, METH_NOARGS, nullptr},
     {"fileno", core_fileno, METH_NOARGS, nullptr},
     {"events", core_events, METH_NOARGS, nullptr},
     {"counts", core_counts, METH_NOARGS, nullptr},
@@ -915,11 +965,15 @@ PyType_Spec core_spec = {"farcall.core._core.Core", sizeof(CoreObject), 0, Py_TP
 PyStructSequence_Field arrived_fields[] = {{"kind", nullptr},    {"flags", nullptr},   {"link", nullptr},
                                            {"number", nullptr},  {"function", nullptr}, {"notes", nullptr},
                                            {"payload", nullptr}, {"buffers", nullptr}, {"handle", nullptr},
-                                           {"descriptor", nullptr}, {nullptr, nullptr}};
-PyStructSequence_Desc arrived_description = {"farcall.core._core.Arrived", nullptr, arrived_fields, 10};
+                                           {"descriptor", nullptr}, {"at", nullptr},   {nullptr, nullptr}};
+PyStructSequence_Desc arrived_description = {"farcall.core._core.Arrived", nullptr, arrived_fields, 11};
 PyStructSequence_Field counts_fields[] = {{"pending", nullptr},   {"queued", nullptr},       {"running", nullptr},
                                           {"last_call", nullptr}, {"last_request", nullptr}, {nullptr, nullptr}};
 PyStructSequence_Desc counts_description = {"farcall.core._core.Counts", nullptr, counts_fields, 5};
+PyStructSequence_Field traffic_fields[] = {{"sent_bytes", nullptr},   {"received_bytes", nullptr}, {"frames", nullptr},
+                                           {"unsent_bytes", nullptr}, {"held", nullptr},           {"heard", nullptr},
+                                           {nullptr, nullptr}};
+PyStructSequence_Desc traffic_description = {"farcall.core._core.Traffic", nullptr, traffic_fields, 6};
 
 // The errors are those of contract.py, so that whoever catches them need not know which core raised them.
 PyObject* set_errors(PyObject*, PyObject* args) {
@@ -944,9 +998,10 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__core() {
     state.handle = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&handle_spec));
     state.arrived = reinterpret_cast<PyObject*>(PyStructSequence_NewType(&arrived_description));
     state.counts = reinterpret_cast<PyObject*>(PyStructSequence_NewType(&counts_description));
+    state.traffic = reinterpret_cast<PyObject*>(PyStructSequence_NewType(&traffic_description));
     state.error = state.stopped = Py_NewRef(PyExc_RuntimeError);
     PyObject* core = PyType_FromSpec(&core_spec);
-    if (!state.memory || !state.handle || !state.arrived || !state.counts || !core ||
+    if (!state.memory || !state.handle || !state.arrived || !state.counts || !state.traffic || !core ||
         PyModule_AddObjectRef(module, "Core", core) || PyModule_AddObjectRef(module, "Arrived", state.arrived)) {
         Py_DECREF(module);
         return nullptr;

@@ -61,7 +61,7 @@ void Descriptor::reset(int number) {
     number_ = number;
 }
 
-bool Message::has_belongings() const {
+bool Content::has_belongings() const {
     if (flags & (MARKED | CARRIES)) return true;
     return std::any_of(buffers.begin(), buffers.end(), [](const Buffer& buffer) { return !buffer.memory; });
 }
@@ -279,6 +279,16 @@ void Decoder::received(size_t bytes, std::vector<Message>& messages) {
         end_ -= start_;
         start_ = 0;
         staging_.swap(larger);
+    }
+}
+
+void Decoder::feed(const std::string& bytes, std::vector<Message>& messages) {
+    for (size_t at = 0; at < bytes.size();) {
+        auto [to, size] = room();
+        size_t part = std::min(size, bytes.size() - at);
+        std::memcpy(to, bytes.data() + at, part);
+        at += part;
+        received(part, messages);
     }
 }
 
