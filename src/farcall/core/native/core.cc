@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <system_error>
 
 namespace farcall {
 
@@ -62,9 +63,26 @@ double now() {
 
 // ---------------------------------------------------------------------- threads that wait
 
-Waiter::Waiter() : bell(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)), forks(farcall::forks()) {}
+int checked(int descriptor) {
+    if (descriptor < 0) throw std::system_error(errno, std::generic_category());
+    return descriptor;
+}
 
-Waiter::~Waiter() { close(bell); }
+Waiter::Waiter() : bell(checked(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC))), forks(farcall::forks()) {}
+
+Waiter::~Waiter() {
+    if (forks == farcall::forks()) end_run();
+    close(bell);
+}
+
+// The function that it ran is over, whatever core's it was.
+void Waiter::end_run() {
+    if (!running) return;
+    if (auto core = alive.lock())
+        core->end_run(*this);
+    else
+        running = counted = false, waits = 0;
+}
 
 void Waiter::ring() {
     uint64_t one = 1;
@@ -124,7 +142,7 @@ End Core::wait_until(std::unique_lock<std::mutex>& hold, Waiter& self, bool work
         else if (!mine)
             callers_.push_back(&self);
         hold.unlock();
-        pollfd wanted[2] = {{self.bell, POLLIN, 0}, {ready_fd_, POLLIN, 0}};
+        pollfd wanted[2] = {{self.bell, POLLIN, 0}, {ready_fd_.get(), POLLIN, 0}};
         double until = std::min(deadline, cut);
         timespec pause = span_of(until == NEVER ? 0 : until - now());
         int count = ppoll(wanted, mine ? 2 : 1, until == NEVER ? nullptr : &pause, nullptr);
@@ -143,20 +161,26 @@ End Core::wait_until(std::unique_lock<std::mutex>& hold, Waiter& self, bool work
 void Core::leave(Waiter& self) {
     if (owner_ != &self) return;
     last_ = now();
-    if (!callers_.empty()) {
-        Waiter* next = callers_.front();
-        callers_.erase(callers_.begin());
-        owner_ = next;
-        next->ring();
-        return;
-    }
+    if (give_to_caller()) return;
     owner_ = nullptr;
     promised_ = self.worker;
     if (attached_.empty()) return;
-    if (!self.worker || self.slept)
-        set_bell(true);
-    else
+    // A caller comes back, often before it would have been worth a bell: at once for answers that are due to the program,
+    // or where this process serves nobody.
+    bool comes_back = !self.worker && (!serves_ || calls_.size() > 1);
+    if (comes_back || (self.worker && !self.slept))
         arm(last_ + gap_);
+    else
+        set_bell(true);
+}
+
+bool Core::give_to_caller() {
+    if (callers_.empty()) return false;
+    Waiter* next = callers_.front();
+    callers_.erase(callers_.begin());
+    owner_ = next;
+    next->ring();
+    return true;
 }
 
 // Nobody reads, and nobody will until the mutex is let go.
@@ -184,7 +208,7 @@ bool Core::step(Waiter& self) {
     } else {
         hold.unlock();
         epoll_event ready[64];
-        int count = epoll_wait(ready_fd_, ready, 64, 0);
+        int count = epoll_wait(ready_fd_.get(), ready, 64, 0);
         for (int i = 0; i < count; i++) {
             auto* link = static_cast<Link*>(ready[i].data.ptr);
             if (by_monitor && link->pump) {
@@ -208,7 +232,7 @@ bool Core::step(Waiter& self) {
         for (auto& message : one.messages) deliver(*one.link, std::move(message));
         if (one.broken) {
             remove_from(attached_, one.link);
-            epoll_ctl(ready_fd_, EPOLL_CTL_DEL, one.link->fd, nullptr);
+            epoll_ctl(ready_fd_.get(), EPOLL_CTL_DEL, one.link->fd, nullptr);
             Message broke = news(ENDED, one.link->id, 0);
             broke.function_bytes = static_cast<uint32_t>(one.why.size());
             broke.text = std::move(one.why);
@@ -475,7 +499,7 @@ void Core::put_event(Message message) {
     if (events_rung_) return;
     events_rung_ = true;
     uint64_t one = 1;
-    (void)!::write(events_bell_, &one, sizeof one);
+    (void)!::write(events_bell_.get(), &one, sizeof one);
 }
 
 void Core::take_events(std::deque<Message>& news) {
@@ -484,7 +508,7 @@ void Core::take_events(std::deque<Message>& news) {
         std::lock_guard<std::mutex> hold(mutex_);
         news.swap(events_);
         uint64_t count;
-        if (events_rung_) (void)!::read(events_bell_, &count, sizeof count);
+        if (events_rung_) (void)!::read(events_bell_.get(), &count, sizeof count);
         events_rung_ = false;
         read_too = std::exchange(pump_wanted_, false) && !owner_ && !stopped_;
         if (read_too) {

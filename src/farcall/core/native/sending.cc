@@ -55,14 +55,16 @@ bool Core::attach(uint32_t id, int fd, std::shared_ptr<Pump> pump, uint64_t rece
     }
     close_connection(link);
     std::vector<uint64_t> replaced;
+    uint64_t mine;
     {
         std::unique_lock<std::mutex> hold(link->mutex);
         std::vector<std::string> heads;
-        if (link->ended || !link->outgoing.lost(received, heads)) {
+        if (link->ended || link->fd >= 0 || !link->outgoing.lost(received, heads)) {
             close(fd);
             return false;
         }
         link->fd = fd;
+        mine = ++link->connection;
         link->is_unix = !pump && is_unix_socket(fd);
         link->outgoing.carry_descriptors(link->is_unix);
         link->pump = std::move(pump);
@@ -76,13 +78,13 @@ bool Core::attach(uint32_t id, int fd, std::shared_ptr<Pump> pump, uint64_t rece
         fail(number, found->second, NOT_SENT);
     }
     std::lock_guard<std::mutex> sending(link->mutex);  // so that nobody finds the kernel's room used up meanwhile
-    if (link->ended || link->fd != fd) return false;
+    if (link->ended || link->fd < 0 || link->connection != mine) return false;
     attached_.push_back(link.get());
     epoll_event event{};
     event.events = EPOLLIN;
     if (link->blocked) event.events |= EPOLLOUT;
     event.data.ptr = link.get();
-    epoll_ctl(ready_fd_, EPOLL_CTL_ADD, fd, &event);
+    epoll_ctl(ready_fd_.get(), EPOLL_CTL_ADD, fd, &event);
     if (!owner_) set_bell(true);
     return true;
 }
@@ -101,7 +103,7 @@ void Core::close_connection(const std::shared_ptr<Link>& link) {
         auto at = std::find(attached_.begin(), attached_.end(), link.get());
         if (at != attached_.end()) {
             attached_.erase(at);
-            epoll_ctl(ready_fd_, EPOLL_CTL_DEL, link->fd, nullptr);
+            epoll_ctl(ready_fd_.get(), EPOLL_CTL_DEL, link->fd, nullptr);
         }
     }
     std::shared_ptr<Pump> pump;  // its end may wait for the interpreter: without a mutex
@@ -267,7 +269,6 @@ void Core::drain(Link& link, std::unique_lock<std::mutex> hold) {
     link.backlog = link.outgoing.bytes();
     if (link.backlog <= backlog_limit_ / 2) {
         for (Waiter* waiter : link.for_room) waiter->ring();
-        link.for_room.clear();
     }
     if (link.half_closed && link.outgoing.empty() && link.sealed.empty()) shutdown(link.fd, SHUT_WR);
     if (link.held) link.idle.notify_all();
@@ -353,7 +354,7 @@ void Core::watch(Link& link, bool writable) {
     epoll_event event{};
     event.events = writable ? EPOLLIN | EPOLLOUT : EPOLLIN;
     event.data.ptr = &link;
-    epoll_ctl(ready_fd_, EPOLL_CTL_MOD, link.fd, &event);  // fails harmlessly before `attach` has added it
+    epoll_ctl(ready_fd_.get(), EPOLL_CTL_MOD, link.fd, &event);  // fails harmlessly before `attach` has added it
 }
 
 // The kernel takes bytes again. In the reader's role.
