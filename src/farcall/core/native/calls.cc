@@ -165,7 +165,7 @@ void* Core::settle(uint64_t number, void* value) {
     }
     found->second.value = value;
     found->second.state = Call::SETTLED;
-    for (Waiter* waiter : found->second.waiting) waiter->ring();
+    for (Waiter* waiter : found->second.waiting) waiter->wake();
     return nullptr;
 }
 
@@ -177,7 +177,7 @@ void* Core::cancel(uint64_t number) {
         auto found = calls_.find(number);
         if (found == calls_.end()) return nullptr;
         Call& call = found->second;
-        for (Waiter* waiter : call.waiting) waiter->ring();
+        for (Waiter* waiter : call.waiting) waiter->wake();
         value = call.value;
         if (call.state == Call::ANSWERED && call.answer.kind != ENDED) drop(std::move(call.answer));
         auto at = links_.find(call.link);
@@ -212,7 +212,7 @@ void Core::wake_slot(uint32_t id, uint64_t number) {
     auto slot = link->second->slots.find(number);
     if (slot == link->second->slots.end()) return;
     slot->second.woken = slot->second.waiting.empty();
-    for (Waiter* waiter : slot->second.waiting) waiter->ring();
+    for (Waiter* waiter : slot->second.waiting) waiter->wake();
     slot->second.waiting.clear();  // so they know
 }
 
@@ -223,7 +223,7 @@ void Core::close_slot(uint32_t id, uint64_t number) {
     auto slot = link->second->slots.find(number);
     if (slot == link->second->slots.end()) return;
     for (auto& letter : slot->second.letters) put_work({std::move(letter)});
-    for (Waiter* waiter : slot->second.waiting) waiter->ring();
+    for (Waiter* waiter : slot->second.waiting) waiter->wake();
     link->second->slots.erase(slot);
     forget_link(*link->second);
 }

@@ -124,7 +124,7 @@ End Core::wait_until(std::unique_lock<std::mutex>& hold, Waiter& self, bool work
             // Free, or held by somebody who has no answer to wait for.
             owner_ = &self;
             set_bell(false);
-            if (owner && owner->asleep) owner->ring();  // it must not watch the links any longer
+            if (owner) owner->wake();  // it must not watch the links any longer
         }
         if (owner_ == &self) {
             hold.unlock();
@@ -141,8 +141,9 @@ End Core::wait_until(std::unique_lock<std::mutex>& hold, Waiter& self, bool work
             idle_.push_back(&self);
         else if (!mine)
             callers_.push_back(&self);
+        Link* only = only_link();
+        pollfd wanted[2] = {{self.bell, POLLIN, 0}, {only ? only->fd : ready_fd_.get(), POLLIN, 0}};
         hold.unlock();
-        pollfd wanted[2] = {{self.bell, POLLIN, 0}, {ready_fd_.get(), POLLIN, 0}};
         double until = std::min(deadline, cut);
         timespec pause = span_of(until == NEVER ? 0 : until - now());
         int count = ppoll(wanted, mine ? 2 : 1, until == NEVER ? nullptr : &pause, nullptr);
@@ -174,6 +175,18 @@ void Core::leave(Waiter& self) {
         set_bell(true);
 }
 
+// Without the detour of the epoll, where there is but one link, and nothing to wait for but bytes. `renew_watch` tells
+// whoever sleeps so of any change.
+Link* Core::only_link() { return attached_.size() == 1 && !stuck_ ? attached_.front() : nullptr; }
+
+void Core::renew_watch() {
+    Waiter* owner = owner_;
+    if (!owner)
+        set_bell(true);
+    else
+        owner->wake();
+}
+
 bool Core::give_to_caller() {
     if (callers_.empty()) return false;
     Waiter* next = callers_.front();
@@ -200,7 +213,7 @@ bool Core::step(Waiter& self) {
     std::vector<Read> reads;
     std::vector<Link*> writable;
     bool by_monitor = &self == &monitor_, pump_waits = false;
-    Link* only = attached_.size() == 1 && !stuck_ ? attached_.front() : nullptr;
+    Link* only = only_link();
     if (only && !(by_monitor && only->pump)) {
         hold.unlock();
         reads.push_back({only, {}, false, ""});
@@ -453,7 +466,7 @@ void Core::answer_came(Message message) {
 
 void Core::answered(Call& call) {
     call.state = Call::ANSWERED;
-    for (Waiter* waiter : call.waiting) waiter->ring();
+    for (Waiter* waiter : call.waiting) waiter->wake();
 }
 
 void Core::letter_came(Link& link, Message message) {
@@ -463,7 +476,7 @@ void Core::letter_came(Link& link, Message message) {
         return;
     }
     slot->second.letters.push_back(std::move(message));
-    slot->second.waiting.front()->ring();
+    slot->second.waiting.front()->wake();
 }
 
 void Core::cancel_came(Link& link, uint64_t number) {

@@ -56,12 +56,18 @@ struct Waiter : std::enable_shared_from_this<Waiter> {
     Waiter();
     ~Waiter();
     void ring();
+    // The same for what it looks at under the core's mutex, which the caller holds: who is awake finds it, above all the
+    // reader itself.
+    void wake() {
+        if (asleep.load(std::memory_order_relaxed)) ring();
+    }
     void unring();
     void end_run();
 
     int bell;            // an eventfd
     unsigned forks;      // a forked child's threads have others
-    bool worker = false, asleep = false, slept = false;
+    std::atomic<bool> asleep{false};
+    bool worker = false, slept = false;
     bool called = false;  // woken for a request that it has not yet looked for
     // Of a worker that runs a function:
     Core* home = nullptr;  // whose function it runs; null: none
@@ -248,6 +254,8 @@ class Core : public std::enable_shared_from_this<Core> {
     bool step(Waiter& self);
     void leave(Waiter& self);
     bool give_to_caller();
+    Link* only_link();
+    void renew_watch();
     void watch_deadline(uint64_t number, double deadline);
     friend struct Waiter;
     void end_run(Waiter& self);

@@ -85,7 +85,7 @@ bool Core::attach(uint32_t id, int fd, std::shared_ptr<Pump> pump, uint64_t rece
     if (link->blocked) event.events |= EPOLLOUT;
     event.data.ptr = link.get();
     epoll_ctl(ready_fd_.get(), EPOLL_CTL_ADD, fd, &event);
-    if (!owner_) set_bell(true);
+    renew_watch();
     return true;
 }
 
@@ -171,7 +171,7 @@ void Core::end_link(uint32_t id) {
     for (auto at = link->requests.begin(); at != link->requests.end();)
         at = at->second.running ? std::next(at) : link->requests.erase(at);
     for (auto& [number, slot] : link->slots)
-        for (Waiter* waiter : slot.waiting) waiter->ring();
+        for (Waiter* waiter : slot.waiting) waiter->wake();
     link->over = true;
     forget_link(*link);
 }
@@ -277,7 +277,7 @@ void Core::drain(Link& link, std::unique_lock<std::mutex> hold) {
     if (!blocked) return;
     // Whoever reads goes on with it; where nobody does, the bell tells.
     std::lock_guard<std::mutex> all(mutex_);
-    if (!owner_) set_bell(true);
+    renew_watch();
 }
 
 // One system call, or one turn of the pump. False: nothing is left, or the kernel takes no more.
