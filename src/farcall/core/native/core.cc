@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <system_error>
 
 namespace farcall {
 
@@ -63,9 +64,26 @@ double now() {
 
 // ---------------------------------------------------------------------- threads that wait
 
-Waiter::Waiter() : bell(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)), forks(farcall::forks()) {}
+int checked(int descriptor) {
+    if (descriptor < 0) throw std::system_error(errno, std::generic_category());
+    return descriptor;
+}
 
-Waiter::~Waiter() { close(bell); }
+Waiter::Waiter() : bell(checked(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC))), forks(farcall::forks()) {}
+
+Waiter::~Waiter() {
+    if (forks == farcall::forks()) end_run();
+    close(bell);
+}
+
+// The function that it ran is over, whatever core's it was.
+void Waiter::end_run() {
+    if (!running) return;
+    if (auto core = alive.lock())
+        core->end_run(*this);
+    else
+        running = counted = false, waits = 0;
+}
 
 void Waiter::ring() {
     uint64_t one = 1;
@@ -107,7 +125,7 @@ End Core::wait_until(std::unique_lock<std::mutex>& hold, Waiter& self, bool work
             // Free, or held by somebody who has no answer to wait for.
             owner_ = &self;
             set_bell(false);
-            if (owner && owner->asleep) owner->ring();  // it must not watch the links any longer
+            if (owner) owner->wake();  // it must not watch the links any longer
         }
         if (owner_ == &self) {
             hold.unlock();
@@ -124,8 +142,9 @@ End Core::wait_until(std::unique_lock<std::mutex>& hold, Waiter& self, bool work
             idle_.push_back(&self);
         else if (!mine)
             callers_.push_back(&self);
+        Link* only = only_link();
+        pollfd wanted[2] = {{self.bell, POLLIN, 0}, {only ? only->fd : ready_fd_.get(), POLLIN, 0}};
         hold.unlock();
-        pollfd wanted[2] = {{self.bell, POLLIN, 0}, {ready_fd_, POLLIN, 0}};
         double until = std::min(deadline, cut);
         timespec pause = span_of(until == NEVER ? 0 : until - now());
         int count = ppoll(wanted, mine ? 2 : 1, until == NEVER ? nullptr : &pause, nullptr);
@@ -144,20 +163,38 @@ End Core::wait_until(std::unique_lock<std::mutex>& hold, Waiter& self, bool work
 void Core::leave(Waiter& self) {
     if (owner_ != &self) return;
     last_ = now();
-    if (!callers_.empty()) {
-        Waiter* next = callers_.front();
-        callers_.erase(callers_.begin());
-        owner_ = next;
-        next->ring();
-        return;
-    }
+    if (give_to_caller()) return;
     owner_ = nullptr;
     promised_ = self.worker;
     if (attached_.empty()) return;
-    if (!self.worker || self.slept)
+    // A caller comes back, often before it would have been worth a bell: at once for answers that are due to the program,
+    // or where this process serves nobody.
+    bool comes_back = !self.worker && (!serves_ || calls_.size() > 1);
+    if (comes_back || (self.worker && !self.slept))
+        arm(last_ + gap_);
+    else
+        set_bell(true);
+}
+
+// Without the detour of the epoll, where there is but one link, and nothing to wait for but bytes. `renew_watch` tells
+// whoever sleeps so of any change.
+Link* Core::only_link() { return attached_.size() == 1 && !stuck_ ? attached_.front() : nullptr; }
+
+void Core::renew_watch() {
+    Waiter* owner = owner_;
+    if (!owner)
         set_bell(true);
     else
-        arm(last_ + gap_);
+        owner->wake();
+}
+
+bool Core::give_to_caller() {
+    if (callers_.empty()) return false;
+    Waiter* next = callers_.front();
+    callers_.erase(callers_.begin());
+    owner_ = next;
+    next->ring();
+    return true;
 }
 
 // Nobody reads, and nobody will until the mutex is let go.
@@ -177,7 +214,7 @@ bool Core::step(Waiter& self) {
     std::vector<Read> reads;
     std::vector<Link*> writable;
     bool by_monitor = &self == &monitor_, pump_waits = false;
-    Link* only = attached_.size() == 1 && !stuck_ ? attached_.front() : nullptr;
+    Link* only = only_link();
     if (only && !(by_monitor && only->pump)) {
         hold.unlock();
         reads.push_back({only});
@@ -185,7 +222,7 @@ bool Core::step(Waiter& self) {
     } else {
         hold.unlock();
         epoll_event ready[64];
-        int count = epoll_wait(ready_fd_, ready, 64, 0);
+        int count = epoll_wait(ready_fd_.get(), ready, 64, 0);
         for (int i = 0; i < count; i++) {
             auto* link = static_cast<Link*>(ready[i].data.ptr);
             if (by_monitor && link->pump) {
@@ -268,7 +305,7 @@ void Core::handle(Read& read) {
     }
     if (!read.broken) return;
     remove_from(attached_, &link);
-    epoll_ctl(ready_fd_, EPOLL_CTL_DEL, link.fd, nullptr);
+    epoll_ctl(ready_fd_.get(), EPOLL_CTL_DEL, link.fd, nullptr);
     Message broke = news(ENDED, link.id, 0, read.final ? UNKNOWN : 0);
     broke.function_bytes = static_cast<uint32_t>(read.why.size());
     broke.text = std::move(read.why);
@@ -444,7 +481,7 @@ void Core::answer_came(Message message) {
 
 void Core::answered(Call& call) {
     call.state = Call::ANSWERED;
-    for (Waiter* waiter : call.waiting) waiter->ring();
+    for (Waiter* waiter : call.waiting) waiter->wake();
 }
 
 void Core::letter_came(Link& link, Message message) {
@@ -454,7 +491,7 @@ void Core::letter_came(Link& link, Message message) {
         return;
     }
     slot->second.letters.push_back(std::move(message));
-    slot->second.waiting.front()->ring();
+    slot->second.waiting.front()->wake();
 }
 
 void Core::cancel_came(Link& link, uint64_t number) {
@@ -490,7 +527,7 @@ void Core::put_event(Message message) {
     if (events_rung_) return;
     events_rung_ = true;
     uint64_t one = 1;
-    (void)!::write(events_bell_, &one, sizeof one);
+    (void)!::write(events_bell_.get(), &one, sizeof one);
 }
 
 void Core::take_events(std::deque<Message>& news) {
@@ -499,7 +536,7 @@ void Core::take_events(std::deque<Message>& news) {
         std::lock_guard<std::mutex> hold(mutex_);
         news.swap(events_);
         uint64_t count;
-        if (events_rung_) (void)!::read(events_bell_, &count, sizeof count);
+        if (events_rung_) (void)!::read(events_bell_.get(), &count, sizeof count);
         events_rung_ = false;
         read_too = std::exchange(pump_wanted_, false) && !owner_ && !stopped_;
         if (read_too) {

@@ -35,6 +35,9 @@ enum : uint32_t { NOT_SENT = 1, UNKNOWN = 2 };
 
 double now();
 
+// The descriptor, or an exception of the system's.
+int checked(int descriptor);
+
 Message news(uint8_t kind, uint32_t link, uint64_t number, uint32_t flags = 0);
 
 // A connection whose bytes pass through somebody else's code. It may wait for the interpreter, so no mutex is held.
@@ -53,11 +56,18 @@ struct Waiter : std::enable_shared_from_this<Waiter> {
     Waiter();
     ~Waiter();
     void ring();
+    // The same for what it looks at under the core's mutex, which the caller holds: who is awake finds it, above all the
+    // reader itself.
+    void wake() {
+        if (asleep.load(std::memory_order_relaxed)) ring();
+    }
     void unring();
+    void end_run();
 
     int bell;            // an eventfd
     unsigned forks;      // a forked child's threads have others
-    bool worker = false, asleep = false, slept = false;
+    std::atomic<bool> asleep{false};
+    bool worker = false, slept = false;
     bool called = false;  // woken for a request that it has not yet looked for
     // Of a worker that runs a function:
     Core* home = nullptr;  // whose function it runs; null: none
@@ -221,6 +231,7 @@ class Core : public std::enable_shared_from_this<Core> {
 
     // READY: `answer` or `value` is filled in, the call is over. With `patience`, SIGNAL after so long.
     End wait(uint64_t number, double deadline, double patience, Message& answer, void*& value, bool& unknown);
+    void forsake(uint64_t number);
     bool done(uint64_t number);
     void tell(uint64_t number);
     void* settle(uint64_t number, void* value);  // returns the value if nobody wants it
@@ -238,7 +249,7 @@ class Core : public std::enable_shared_from_this<Core> {
     void end_wait();
     void limit_queue(size_t most);
 
-    int events_fd() const { return events_bell_; }
+    int events_fd() const { return events_bell_.get(); }
     void take_events(std::deque<Message>& news);
     Counts counts();
     std::vector<Message> queued();
@@ -257,7 +268,11 @@ class Core : public std::enable_shared_from_this<Core> {
                    Ready ready);
     bool step(Waiter& self);
     void leave(Waiter& self);
-    void pause_run(Waiter& self);
+    bool give_to_caller();
+    Link* only_link();
+    void renew_watch();
+    void watch_deadline(uint64_t number, double deadline);
+    friend struct Waiter;
     void end_run(Waiter& self);
     void wake_worker();
     void arm(double at);
@@ -327,8 +342,8 @@ class Core : public std::enable_shared_from_this<Core> {
     double last_ = 0, gap_ = 0, seen_ = 0;
     std::atomic<double> due_{NEVER};
     bool rung_ = false;  // something came, and nobody has read it
-    int ready_fd_ = -1;  // an epoll of all links
-    int events_bell_ = -1;
+    Descriptor ready_fd_;  // an epoll of all links
+    Descriptor events_bell_;
     int inside_ = 0;
     std::atomic<bool> stopped_{false};
 

@@ -4,12 +4,14 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
+#include <errno.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <cstddef>
 #include <cstring>
 #include <new>
+#include <system_error>
 
 #include "core.h"
 
@@ -37,12 +39,43 @@ struct CoreObject {
 // thread that comes back while the interpreter ends is unwound from here.
 class WithoutInterpreter {
    public:
-    WithoutInterpreter() : thread_(PyEval_SaveThread()) {}
-    ~WithoutInterpreter() noexcept(false) { PyEval_RestoreThread(thread_); }
+    WithoutInterpreter() : thread_(PyEval_SaveThread()) { is_outside = true; }
+    ~WithoutInterpreter() noexcept(false) {
+        PyEval_RestoreThread(thread_);
+        is_outside = false;
+    }
+    static thread_local bool is_outside;  // also of a thread that is unwound
 
    private:
     PyThreadState* thread_;
 };
+thread_local bool WithoutInterpreter::is_outside = false;
+
+// No exception of the core's gets into Python's own code. (What unwinds a thread is none of `std`'s, and passes.)
+template <class Function>
+PyObject* without_exceptions(const Function& function) {
+    try {
+        return function();
+    } catch (const std::bad_alloc&) {
+        return PyErr_NoMemory();
+    } catch (const std::system_error& error) {
+        errno = error.code().value();
+        return PyErr_SetFromErrno(PyExc_OSError);
+    } catch (const std::exception& error) {
+        PyErr_SetString(state.error, error.what());
+        return nullptr;
+    }
+}
+
+template <auto Method>
+PyObject* safe(PyObject* self, PyObject* args) {
+    return without_exceptions([=] { return Method(self, args); });
+}
+
+template <auto Method>
+PyObject* safe_with_keywords(PyObject* self, PyObject* args, PyObject* keywords) {
+    return without_exceptions([=] { return Method(self, args, keywords); });
+}
 
 bool is_main_thread() {
     static thread_local unsigned asked = ~0u;
@@ -115,7 +148,8 @@ PyType_Slot handle_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(handle_dea
 PyType_Spec handle_spec = {"farcall.core._core.Handle", sizeof(HandleObject), 0,
                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, handle_slots};
 
-PyObject* make_handle(CoreObject* core, const Message& message) {
+// Takes the message, but for its descriptor; payload and buffers are shared with what is handed out.
+PyObject* make_handle(CoreObject* core, Message& message) {
     auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(state.handle, Py_tp_alloc));
     PyObject* made = allocate(state.handle, 0);
     if (!made) return nullptr;
@@ -294,6 +328,7 @@ class Pieces {
     }
     bool empty() const { return buffers_.empty(); }
     void release() {
+        if (WithoutInterpreter::is_outside) return;
         for (auto& buffer : buffers_) PyBuffer_Release(&buffer);
         buffers_.clear();
     }
@@ -343,7 +378,13 @@ Left send(Core* core, uint32_t link, Frame& frame, bool patient, bool more, doub
         sending->wake = [self = this_waiter().shared_from_this()] { self->ring(); };
     }
     for (;;) {
-        Core::Sent sent = core->queue(link, frame, patient, sending);
+        Core::Sent sent;
+        if (is_large) {  // to oneself, it is copied
+            WithoutInterpreter none;
+            sent = core->queue(link, frame, patient, sending);
+        } else {
+            sent = core->queue(link, frame, patient, sending);
+        }
         if (sent == Core::Sent::ENDED) return Left::ENDED;
         if (sent == Core::Sent::REFUSED) return Left::REFUSED;
         if (sent == Core::Sent::YES) break;
@@ -381,11 +422,6 @@ Left send(Core* core, uint32_t link, Frame& frame, bool patient, bool more, doub
     }
 }
 
-PyObject* outcome(CoreObject* self, uint8_t kind, uint32_t link, uint64_t number, uint32_t flags) {
-    Message message = news(kind, link, number, flags);
-    return arrived(self, message);
-}
-
 void forget(Core* core, uint64_t number) {
     void* value;
     {
@@ -393,6 +429,21 @@ void forget(Core* core, uint64_t number) {
         value = core->cancel(number);
     }
     Py_XDECREF(static_cast<PyObject*>(value));
+}
+
+// The same of a call's request: where there is no memory for it, the call is over.
+Left send(Core* core, uint32_t link, Frame& frame, bool patient, bool more, double deadline, uint64_t call) {
+    try {
+        return send(core, link, frame, patient, more, deadline);
+    } catch (const std::exception&) {
+        if (call) forget(core, call);
+        throw;
+    }
+}
+
+PyObject* outcome(CoreObject* self, uint8_t kind, uint32_t link, uint64_t number, uint32_t flags) {
+    Message message = news(kind, link, number, flags);
+    return arrived(self, message);
 }
 
 // Wait for an answer; with `forgets`, the call is over however that ends.
@@ -421,7 +472,10 @@ PyObject* wait_for(CoreObject* self, uint32_t link, uint64_t number, double dead
             forget(self->core, number);
             PyErr_Restore(type, what, trace);
         }
-        if (end == End::SIGNAL) return nullptr;
+        if (end == End::SIGNAL) {
+            if (!forgets) self->core->forsake(number);
+            return nullptr;
+        }
         if (end == End::STOPPED) {
             PyErr_SetString(state.stopped, "this core was stopped");
             return nullptr;
@@ -448,7 +502,7 @@ PyObject* core_call(PyObject* self, PyObject* args, PyObject* keywords) {
     if (!number) return outcome(object, ENDED, link, 0, NOT_SENT);
     Frame frame{std::string(head, static_cast<size_t>(size)), pieces.spans(), Descriptor()};
     name_call(frame.head, number);
-    Left left = send(core, link, frame, true, false, deadline);
+    Left left = send(core, link, frame, true, false, deadline, number);
     if (left == Left::YES) return wait_for(object, link, number, deadline, true);
     PyObject *type, *what, *trace;
     PyErr_Fetch(&type, &what, &trace);
@@ -488,7 +542,7 @@ PyObject* core_post(PyObject* self, PyObject* args, PyObject* keywords) {
         if (!number) return refuse("the link has ended: not sent");
         name_call(frame.head, number);
     }
-    Left left = send(core, link, frame, patient, more, deadline);
+    Left left = send(core, link, frame, patient, more, deadline, number);
     if (left == Left::YES) return PyLong_FromUnsignedLongLong(number);
     PyObject *type, *what, *trace;
     PyErr_Fetch(&type, &what, &trace);
@@ -883,76 +937,81 @@ PyObject* core_new(PyTypeObject* type, PyObject* args, PyObject* keywords) {
         PyErr_SetString(PyExc_ValueError, "a core's limits are not negative");
         return nullptr;
     }
-    auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
-    PyObject* made = allocate(type, 0);
-    if (!made) return nullptr;
-    auto* object = reinterpret_cast<CoreObject*>(made);
-    object->forks = forks();
-    object->is_stopped = false;
-    object->owner = new std::shared_ptr<Core>(
-        std::make_shared<Core>(static_cast<size_t>(memory_limit), static_cast<size_t>(backlog_limit), busy_wait_s));
-    object->core = object->owner->get();
-    return made;
+    return without_exceptions([=]() -> PyObject* {
+        auto core = std::make_shared<Core>(static_cast<size_t>(memory_limit), static_cast<size_t>(backlog_limit), busy_wait_s);
+        auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
+        PyObject* made = allocate(type, 0);
+        if (!made) return nullptr;
+        auto* object = reinterpret_cast<CoreObject*>(made);
+        object->forks = forks();
+        object->is_stopped = false;
+        object->core = core.get();
+        object->owner = new std::shared_ptr<Core>(std::move(core));
+        return made;
+    });
 }
 
 void core_dealloc(PyObject* self) {
     auto* object = reinterpret_cast<CoreObject*>(self);
+    PyObject *type, *what, *trace;  // of whoever dropped it, for tasks have destructors, too
+    PyErr_Fetch(&type, &what, &trace);
     Py_XDECREF(core_stop(self, nullptr));
+    PyErr_Restore(type, what, trace);
     if (object->core && object->forks == forks()) {
         auto* owner = object->owner;
         WithoutInterpreter none;
         delete owner;
     }
-    PyTypeObject* type = Py_TYPE(self);
-    reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    PyTypeObject* own_type = Py_TYPE(self);
+    reinterpret_cast<freefunc>(PyType_GetSlot(own_type, Py_tp_free))(self);
+    Py_DECREF(own_type);
 }
 
-#define WITH_KEYWORDS(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_VARARGS | METH_KEYWORDS, nullptr
+#define WITH_KEYWORDS(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(safe_with_keywords<function>)), METH_VARARGS | METH_KEYWORDS, nullptr
 
 PyMethodDef core_methods[] = {
-    {"open_link", core_open_link, METH_VARARGS, nullptr},
+    {"open_link", safe<core_open_link>, METH_VARARGS, nullptr},
     {"attach", WITH_KEYWORDS(core_attach)},
-    {"detach", of_link<&Core::detach>, METH_O, nullptr},
-    {"lost", core_lost, METH_VARARGS, nullptr},
-    {"admit", of_link<&Core::admit>, METH_O, nullptr},
-    {"pause_behind", put_back<&Core::pause_behind>, METH_O, nullptr},
-    {"unpause", of_link<&Core::unpause>, METH_O, nullptr},
-    {"defer", put_back<&Core::defer>, METH_O, nullptr},
-    {"recall", of_link<&Core::recall>, METH_O, nullptr},
-    {"placed", core_placed, METH_O, nullptr},
-    {"end_sending", of_link<&Core::end_sending>, METH_O, nullptr},
-    {"end", of_link<&Core::end_link>, METH_O, nullptr},
-    {"sleep", of_link<&Core::sleep>, METH_O, nullptr},
-    {"send_last", core_send_last, METH_VARARGS, nullptr},
-    {"go_on", of_link<&Core::go_on>, METH_O, nullptr},
-    {"traffic", core_traffic, METH_O, nullptr},
-    {"flush", of_link<static_cast<void (Core::*)(uint32_t)>(&Core::drain)>, METH_O, nullptr},
+    {"detach", safe<of_link<&Core::detach>>, METH_O, nullptr},
+    {"lost", safe<core_lost>, METH_VARARGS, nullptr},
+    {"admit", safe<of_link<&Core::admit>>, METH_O, nullptr},
+    {"pause_behind", safe<put_back<&Core::pause_behind>>, METH_O, nullptr},
+    {"unpause", safe<of_link<&Core::unpause>>, METH_O, nullptr},
+    {"defer", safe<put_back<&Core::defer>>, METH_O, nullptr},
+    {"recall", safe<of_link<&Core::recall>>, METH_O, nullptr},
+    {"placed", safe<core_placed>, METH_O, nullptr},
+    {"end_sending", safe<of_link<&Core::end_sending>>, METH_O, nullptr},
+    {"end", safe<of_link<&Core::end_link>>, METH_O, nullptr},
+    {"sleep", safe<of_link<&Core::sleep>>, METH_O, nullptr},
+    {"send_last", safe<core_send_last>, METH_VARARGS, nullptr},
+    {"go_on", safe<of_link<&Core::go_on>>, METH_O, nullptr},
+    {"traffic", safe<core_traffic>, METH_O, nullptr},
+    {"flush", safe<of_link<static_cast<void (Core::*)(uint32_t)>(&Core::drain)>>, METH_O, nullptr},
     {"call", WITH_KEYWORDS(core_call)},
     {"post", WITH_KEYWORDS(core_post)},
     {"answer", WITH_KEYWORDS(core_answer)},
-    {"finished", of_number<&Core::finished>, METH_VARARGS, nullptr},
-    {"wait", core_wait, METH_VARARGS, nullptr},
-    {"done", core_done, METH_O, nullptr},
-    {"tell", core_tell, METH_O, nullptr},
-    {"settle", core_settle, METH_VARARGS, nullptr},
-    {"cancel", core_cancel, METH_O, nullptr},
-    {"open_slot", of_number<&Core::open_slot>, METH_VARARGS, nullptr},
-    {"close_slot", of_number<&Core::close_slot>, METH_VARARGS, nullptr},
-    {"wake", of_number<&Core::wake_slot>, METH_VARARGS, nullptr},
-    {"take", core_take, METH_VARARGS, nullptr},
-    {"next", core_next, METH_VARARGS, nullptr},
-    {"work", core_work, METH_O, nullptr},
-    {"begin_wait", plain<&Core::begin_wait>, METH_NOARGS, nullptr},
-    {"end_wait", plain<&Core::end_wait>, METH_NOARGS, nullptr},
-    {"limit_queue", core_limit_queue, METH_O, nullptr},
-    {"queued", core_queued, METH_NOARGS, nullptr},
-    {"fileno", core_fileno, METH_NOARGS, nullptr},
-    {"events", core_events, METH_NOARGS, nullptr},
-    {"counts", core_counts, METH_NOARGS, nullptr},
-    {"trim", core_trim, METH_NOARGS, nullptr},
-    {"stop", core_stop, METH_NOARGS, nullptr},
-    {"close_after_fork", core_close_after_fork, METH_NOARGS, nullptr},
+    {"finished", safe<of_number<&Core::finished>>, METH_VARARGS, nullptr},
+    {"wait", safe<core_wait>, METH_VARARGS, nullptr},
+    {"done", safe<core_done>, METH_O, nullptr},
+    {"tell", safe<core_tell>, METH_O, nullptr},
+    {"settle", safe<core_settle>, METH_VARARGS, nullptr},
+    {"cancel", safe<core_cancel>, METH_O, nullptr},
+    {"open_slot", safe<of_number<&Core::open_slot>>, METH_VARARGS, nullptr},
+    {"close_slot", safe<of_number<&Core::close_slot>>, METH_VARARGS, nullptr},
+    {"wake", safe<of_number<&Core::wake_slot>>, METH_VARARGS, nullptr},
+    {"take", safe<core_take>, METH_VARARGS, nullptr},
+    {"next", safe<core_next>, METH_VARARGS, nullptr},
+    {"work", safe<core_work>, METH_O, nullptr},
+    {"begin_wait", safe<plain<&Core::begin_wait>>, METH_NOARGS, nullptr},
+    {"end_wait", safe<plain<&Core::end_wait>>, METH_NOARGS, nullptr},
+    {"limit_queue", safe<core_limit_queue>, METH_O, nullptr},
+    {"queued", safe<core_queued>, METH_NOARGS, nullptr},
+    {"fileno", safe<core_fileno>, METH_NOARGS, nullptr},
+    {"events", safe<core_events>, METH_NOARGS, nullptr},
+    {"counts", safe<core_counts>, METH_NOARGS, nullptr},
+    {"trim", safe<core_trim>, METH_NOARGS, nullptr},
+    {"stop", safe<core_stop>, METH_NOARGS, nullptr},
+    {"close_after_fork", safe<core_close_after_fork>, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -223,6 +223,12 @@ void Outgoing::broke() {
     // What is on the wire is kept, too, and comes again from there.
     for (auto& piece : wire_)
         if (piece.large) piece.large->unwritten -= piece.span.size;
+    // A peer that acknowledged what had not left has it no more than we do: its sender must not wait for it.
+    for (auto& piece : wire_) {
+        auto is_it = [&](const Kept& kept) { return kept.large == piece.large; };
+        if (!piece.large || piece.large->at < piece.large->size) continue;
+        if (std::none_of(kept_.begin(), kept_.end(), is_it)) finish(*piece.large, true);
+    }
     wire_.clear();
     wire_bytes_ = 0;
     rests_ = false;

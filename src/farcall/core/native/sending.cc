@@ -57,14 +57,16 @@ bool Core::attach(uint32_t id, int fd, std::shared_ptr<Pump> pump, uint64_t rece
     close_connection(link);
     std::vector<uint64_t> replaced;
     Read came{link.get()};
+    uint64_t mine;
     {
         std::unique_lock<std::mutex> hold(link->mutex);
         std::vector<std::string> heads;
-        if (link->ended || !link->outgoing.lost(received, heads)) {
+        if (link->ended || link->fd >= 0 || !link->outgoing.lost(received, heads)) {
             close(fd);
             return false;
         }
         link->fd = fd;
+        mine = ++link->connection;
         link->is_unix = !pump && is_unix_socket(fd);
         link->outgoing.carry_descriptors(link->is_unix);
         link->pump = std::move(pump);
@@ -87,19 +89,19 @@ bool Core::attach(uint32_t id, int fd, std::shared_ptr<Pump> pump, uint64_t rece
     bool attached;
     {
         std::lock_guard<std::mutex> sending(link->mutex);  // so that nobody finds the kernel's room used up meanwhile
-        attached = !link->ended && link->fd == fd;
+        attached = !link->ended && link->fd >= 0 && link->connection == mine;
         if (attached) {
             attached_.push_back(link.get());
             epoll_event event{};
             event.events = EPOLLIN;
             if (link->blocked) event.events |= EPOLLOUT;
             event.data.ptr = link.get();
-            epoll_ctl(ready_fd_, EPOLL_CTL_ADD, fd, &event);
+            epoll_ctl(ready_fd_.get(), EPOLL_CTL_ADD, fd, &event);
         }
     }
     came.broken &= attached;
     handle(came);
-    if (attached && !owner_) set_bell(true);
+    if (attached) renew_watch();
     return attached;
 }
 
@@ -117,7 +119,7 @@ void Core::close_connection(const std::shared_ptr<Link>& link) {
         auto at = std::find(attached_.begin(), attached_.end(), link.get());
         if (at != attached_.end()) {
             attached_.erase(at);
-            epoll_ctl(ready_fd_, EPOLL_CTL_DEL, link->fd, nullptr);
+            epoll_ctl(ready_fd_.get(), EPOLL_CTL_DEL, link->fd, nullptr);
         }
     }
     std::shared_ptr<Pump> pump;  // its end may wait for the interpreter: without a mutex
@@ -182,7 +184,7 @@ void Core::end_link(uint32_t id) {
     for (auto at = link->requests.begin(); at != link->requests.end();)
         at = at->second.running || at->second.kept ? std::next(at) : link->requests.erase(at);
     for (auto& [number, slot] : link->slots)
-        for (Waiter* waiter : slot.waiting) waiter->ring();
+        for (Waiter* waiter : slot.waiting) waiter->wake();
     link->over = true;
     forget_link(*link);
 }
@@ -311,7 +313,6 @@ void Core::drain(Link& link, std::unique_lock<std::mutex> hold) {
     link.backlog = link.outgoing.bytes();
     if (link.backlog <= backlog_limit_ / 2) {
         for (Waiter* waiter : link.for_room) waiter->ring();
-        link.for_room.clear();
     }
     if (link.half_closed && link.outgoing.empty() && link.sealed.empty()) shutdown(link.fd, SHUT_WR);
     if (link.held) link.idle.notify_all();
@@ -320,7 +321,7 @@ void Core::drain(Link& link, std::unique_lock<std::mutex> hold) {
     if (!blocked) return;
     // Whoever reads goes on with it; where nobody does, the bell tells.
     std::lock_guard<std::mutex> all(mutex_);
-    if (!owner_) set_bell(true);
+    renew_watch();
 }
 
 // One system call, or one turn of the pump. False: nothing is left, or the kernel takes no more.
@@ -398,7 +399,7 @@ void Core::watch(Link& link, bool writable) {
     epoll_event event{};
     event.events = writable ? EPOLLIN | EPOLLOUT : EPOLLIN;
     event.data.ptr = &link;
-    epoll_ctl(ready_fd_, EPOLL_CTL_MOD, link.fd, &event);  // fails harmlessly before `attach` has added it
+    epoll_ctl(ready_fd_.get(), EPOLL_CTL_MOD, link.fd, &event);  // fails harmlessly before `attach` has added it
 }
 
 // The kernel takes bytes again. In the reader's role.

@@ -228,6 +228,15 @@ void Decoder::check(uint32_t number) const {
 }
 
 void Decoder::received(size_t bytes, std::vector<Message>& messages) {
+    try {
+        take(bytes, messages);
+    } catch (...) {  // nothing goes on with half of a message, also not over the next connection
+        if (chunk_ >= 0) slots_[chunk_].reset();
+        throw;
+    }
+}
+
+void Decoder::take(size_t bytes, std::vector<Message>& messages) {
     if (direct_) {
         if (chunk_ >= 0) {
             Assembler& message = *slots_[chunk_];

@@ -173,6 +173,7 @@ class Decoder {
     uint64_t count = 0;  // frames that came in full: the number of the next one
 
    private:
+    void take(size_t count, std::vector<Message>& messages);
     void begin_chunk(const Header& header);
     void take_chunk(const char*& at, const char* end, std::vector<Message>& messages);
     void end_chunk();
