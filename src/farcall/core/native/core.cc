@@ -265,21 +265,18 @@ bool Core::step(Waiter& self) {
     return got;
 }
 
-// What the kernel has of one link, to messages. In the role, without a mutex.
-void Core::read(Read& read) {
-    Link& link = *read.link;
-    decode(read, [&] {
-        for (size_t before = link.bytes; link.bytes - before < MOST_READ;)
-            if (!receive(read)) break;
-    });
-    acknowledge(link);
-}
-
-// Make messages of what `source` gives to the link's decoder, which nobody else uses meanwhile.
-void Core::decode(Read& read, const std::function<void()>& source) {
+// What the kernel has of one link, to messages: in the role, without a mutex. Or `first`, which came before, where nobody
+// else has the decoder.
+void Core::read(Read& read, const std::string* first) {
     Link& link = *read.link;
     try {
-        source();
+        if (first) {
+            link.heard = now();
+            link.bytes += first->size();
+            link.decoder.feed(*first, read.messages);
+        }
+        for (size_t before = link.bytes; !first && link.bytes - before < MOST_READ;)
+            if (!receive(read)) break;
         for (auto& message : read.messages) {
             if (!(message.flags & CARRIES) || message.kind == CHUNK) continue;
             if (link.descriptors.empty()) continue;  // it left without: its sender's connection carried none
@@ -294,6 +291,7 @@ void Core::decode(Read& read, const std::function<void()>& source) {
         read.broken = read.final = true;
         read.why = "there is no memory for what the peer sends";
     }
+    if (!first) acknowledge(link);
 }
 
 // Deliver what was read.

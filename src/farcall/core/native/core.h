@@ -287,8 +287,7 @@ class Core : public std::enable_shared_from_this<Core> {
         bool broken = false, final = false;
         std::string why;
     };
-    void read(Read& read);
-    static void decode(Read& read, const std::function<void()>& source);
+    void read(Read& read, const std::string* first = nullptr);
     void handle(Read& read);
     bool receive(Read& read);
     void send_to_self(Link& link, Frame& frame);

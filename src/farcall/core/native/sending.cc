@@ -72,11 +72,7 @@ bool Core::attach(uint32_t id, int fd, std::shared_ptr<Pump> pump, uint64_t rece
         link->pump = std::move(pump);
         link->asleep = false;
         if (again) *again = link->outgoing.written() - received;
-        if (!first.empty()) {  // nobody else has the decoder: the link is not among the attached ones
-            link->heard = now();
-            link->bytes += first.size();
-            decode(came, [&] { link->decoder.feed(first, came.messages); });
-        }
+        if (!first.empty()) read(came, &first);  // not among the attached ones yet, so nobody else reads it
         replaced = link->outgoing.resume(received, std::move(instead));
         drain(*link, std::move(hold));
     }
