@@ -38,12 +38,20 @@ OVERDUE: Final = 17
 """The deadline of the call ``number`` has passed; it stays in the table until `cancel`."""
 ENDED: Final = 18
 """Of a call: its link ended; ``flags`` is NOT_SENT or UNKNOWN. From `events`, with number 0: the connection of ``link``
-broke, ``function`` says why (empty: the peer ended it); with the flag UNKNOWN, `end` is due: a handle died unplaced."""
+broke, ``function`` says why (empty: the peer ended it); with the flag UNKNOWN no other one may follow, and `end` is
+due: the peer sent what is no stream of frames, or a handle died unplaced."""
 DROPPED: Final = 19
 """From `next`: a marked frame, or one with tickets or a descriptor, that nobody wants: to be declined. ``payload`` and
 ``buffers`` are those of the frame."""
 STARVED: Final = 20
 """From `events`: a request waits, and all workers wait in farcall for something else."""
+WANTED: Final = 21
+"""From `events`: something is to be sent over ``link``, which was put to `sleep`."""
+FULL: Final = 22
+"""From `events`: a request of ``link`` came where ``number`` wait already, as many as `limit_queue` says, and was
+queued nevertheless. Once for each link, until ROOM."""
+ROOM: Final = 23
+"""From `events`, some time after FULL: no more than half as many wait."""
 
 # Flags of frames. The lower 24 bits belong to Python.
 MARKED: Final = 1 << 31
@@ -54,6 +62,9 @@ REFUSABLE: Final = 1 << 29
 """A request that may be refused where too many wait; one over the limit comes out of `events`."""
 CARRIES: Final = 1 << 28
 """A descriptor leaves with its first byte."""
+KEPT: Final = 1 << 27
+"""A request that runs in any case: neither a cancellation nor the end of its link takes it out of the queue, since
+others may wait for what it creates."""
 
 # Flags of ENDED.
 NOT_SENT: Final = 1
@@ -88,6 +99,8 @@ class Arrived(NamedTuple):
     """Of a marked frame: for `placed` or `pause_behind`."""
     descriptor: int
     """That came with the frame, now the taker's; -1: none."""
+    at: float
+    """When its last bytes were read; of news: when that was."""
 
 
 class Counts(NamedTuple):
@@ -103,6 +116,21 @@ class Counts(NamedTuple):
     """The number of the newest call."""
     last_request: int
     """How many requests have come."""
+
+
+class Traffic(NamedTuple):
+    """Of one link, over all of its connections."""
+
+    sent_bytes: int
+    received_bytes: int
+    frames: int
+    """That came in full: the count for the peer."""
+    unsent_bytes: int
+    """That wait to be sent, but for those of large messages."""
+    held: int
+    """Frames that came and wait for their turn, deferred ones included."""
+    heard: float
+    """When bytes came last; minus infinity: never."""
 
 
 class CoreError(Exception):
@@ -140,13 +168,18 @@ class Core(Protocol):
         """Make a link, without a connection. What is sent meanwhile waits."""
 
     def attach(
-        self, link: int, connection: Connection, received: int = 0, replacements: Sequence[bytes | None] = ()
-    ) -> None:
-        """Give ``link`` its first or next connection.
+        self,
+        link: int,
+        connection: Connection,
+        received: int = 0,
+        replacements: Sequence[bytes | None] = (),
+        first: bytes = b"",
+    ) -> int:
+        """Give ``link`` its first or next connection. Returns how many frames are sent again.
 
         ``received``: the peer's count; what it lacks is sent again before anything else. ``replacements``: what is
         sent in the place of each message of `lost`, encoded; None: nothing. The calls of such messages are over, with
-        NOT_SENT.
+        NOT_SENT. ``first``: bytes of frames that came behind the handshake; of a pump, opened already.
         """
 
     def detach(self, link: int) -> int:
@@ -167,10 +200,17 @@ class Core(Protocol):
     def pause_behind(self, handle: Handle) -> None:
         """Not now: hand this frame out again after `unpause`, and nothing else of its link before, but for OWNER's.
 
-        Its descriptor stays with whoever got it first.
+        Its descriptor stays with whoever got it first. The call of an answer that came out of `call` or `wait` is in
+        the table again, without its deadline: `wait` for it.
         """
 
     def unpause(self, link: int) -> None: ...
+
+    def defer(self, handle: Handle) -> None:
+        """Not yet: like `pause_behind`, but what is behind this frame passes it. It comes again after `recall`."""
+
+    def recall(self, link: int) -> None:
+        """Hand out what was deferred, in the order of `defer`, before anything else of ``link``."""
 
     def end_sending(self, link: int) -> None:
         """Send what waits, then end this direction of the connection."""
@@ -178,11 +218,20 @@ class Core(Protocol):
     def end(self, link: int) -> None:
         """The peer is gone: its calls are over, frames for it raise, its requests that nobody has begun are dropped."""
 
-    def heard(self, link: int) -> float:
-        """When bytes came last; minus infinity: never."""
+    def sleep(self, link: int) -> None:
+        """``link`` has no connection, and nobody makes one: WANTED comes, once, when something waits to be sent."""
 
-    def unsent(self, link: int) -> int:
-        """How many bytes wait to be sent."""
+    def send_last(self, link: int, frame: bytes, received: int = -1) -> bool:
+        """Send this frame, and nothing behind it until `go_on` or another connection: both ends may give this one up.
+
+        False, and nothing is sent: there is no connection, or something else waits to be sent, or the peer, which
+        counts ``received`` frames, lacks one. -1: it may.
+        """
+
+    def go_on(self, link: int) -> None:
+        """Send what has waited behind `send_last`."""
+
+    def traffic(self, link: int) -> Traffic: ...
 
     # ------------------------------------------------------------------ calls
 
@@ -282,7 +331,13 @@ class Core(Protocol):
     def end_wait(self) -> None: ...
 
     def limit_queue(self, most: int) -> None:
-        """How many requests may wait before REFUSABLE ones are handed to `events`."""
+        """How many requests may wait before REFUSABLE ones are handed to `events`, and others announced as FULL."""
+
+    def queued(self) -> list[Arrived]:
+        """The requests that wait for a worker, then those that wait for their turn, oldest first: for reports.
+
+        Only with their names, notes and times. One that is on its way out of `next` is in no list for an instant.
+        """
 
     def fileno(self) -> int:
         """Readable while `events` has something."""

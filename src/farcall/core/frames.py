@@ -144,6 +144,9 @@ class Message:
     payload: bytes | memoryview = b""
     buffers: list[memoryview | tuple[int, int, int]] = field(default_factory=list)
     descriptor: Descriptor | None = None
+    at: float = 0.0
+    waited_for: bool = False
+    """Of an answer: whoever waited for it has it, and its call is over."""
 
     @property
     def has_belongings(self) -> bool:

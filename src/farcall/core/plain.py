@@ -26,7 +26,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import wraps
 from math import inf
@@ -34,7 +34,7 @@ from time import monotonic
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from farcall.core import contract
-from farcall.core.contract import Arrived, Connection, CoreError, Counts, Piece, Pump, Stopped
+from farcall.core.contract import Arrived, Connection, CoreError, Counts, Piece, Pump, Stopped, Traffic
 from farcall.core.frames import (
     Assembler,
     Decoder,
@@ -111,6 +111,7 @@ class _Served:
 
     running: bool = False
     cancelled: bool = False
+    kept: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -141,6 +142,9 @@ class _Link:
         self.writing = False
         """A destructor inside of `_drain` leaves its frames to that."""
         self.half_closed = False
+        self.asleep = False
+        """WANTED is to come when something is to be sent."""
+        self.sent_bytes = 0
         # The connection:
         self.socket: socket.socket | None = None
         self.pump: Pump | None = None
@@ -164,6 +168,9 @@ class _Link:
         """A marked frame is between `next` and `placed`."""
         self.order: deque[Message] = deque()
         """Frames that wait for it."""
+        self.deferred: list[Message] = []
+        self.is_full = False
+        """FULL was said, and ROOM was not."""
         self.requests: dict[int, _Served] = {}
         self.slots: dict[int, _Slot] = {}
 
@@ -315,8 +322,13 @@ class Core(contract.Core):
         return self._links.get(number) or _Link(number, ended=True)
 
     def attach(
-        self, link: int, connection: Connection, received: int = 0, replacements: Sequence[bytes | None] = ()
-    ) -> None:
+        self,
+        link: int,
+        connection: Connection,
+        received: int = 0,
+        replacements: Sequence[bytes | None] = (),
+        first: bytes = b"",
+    ) -> int:
         pump = None if isinstance(connection, int) else connection
         descriptor = connection if isinstance(connection, int) else connection.fileno()
         if descriptor < 0:
@@ -338,6 +350,8 @@ class Core(contract.Core):
             own.setblocking(False)
             at.socket, at.pump = own, pump
             at.outgoing.carries_descriptors = pump is None and own.family == socket.AF_UNIX
+            at.asleep = False
+            again = at.outgoing.written - received
             for number in at.outgoing.resume(received, replacements):
                 call = self._calls.get(number)
                 if call is not None and call.state is _State.PENDING:
@@ -345,6 +359,10 @@ class Core(contract.Core):
             at.readable = True
             self._watch(own, at)
             self._drain(at)
+            if first:
+                at.received_bytes += len(first)
+                self._guard(at, own, lambda: self._take_bytes(at, first))
+        return again
 
     @_entered
     def detach(self, link: int) -> int:
@@ -397,18 +415,18 @@ class Core(contract.Core):
             if call.link == link.number and call.state is _State.PENDING:
                 self._fail(call, contract.NOT_SENT if number in not_sent else contract.UNKNOWN)
         # What came before the end is still handed out, in its order; requests that nobody has begun are dropped.
-        link.requests = {number: served for number, served in link.requests.items() if served.running}
+        link.requests = {number: served for number, served in link.requests.items() if served.running or served.kept}
         for slot in link.slots.values():
             self._wake(slot)
         self._forget_ended(link)
 
     def _forget_ended(self, link: _Link) -> None:
-        if link.over and not (link.order or link.placing or link.requests or link.slots):
+        if link.over and not (link.order or link.deferred or link.placing or link.requests or link.slots):
             self._links.pop(link.number, None)
 
     def _fail(self, call: _Call, how: int) -> None:
         """There will be no answer."""
-        ended = Message(contract.ENDED, how, call.number, call.link)
+        ended = _news(contract.ENDED, call.link, call.number, how)
         if call.told:
             call.state = _State.HANDED
             self._put_event(ended)
@@ -416,12 +434,31 @@ class Core(contract.Core):
             self._answered(call, ended)
 
     @_entered
-    def heard(self, link: int) -> float:
-        return self._at(link).heard
+    def sleep(self, link: int) -> None:
+        at = self._at(link)
+        at.asleep = True
+        self._drain(at)
 
     @_entered
-    def unsent(self, link: int) -> int:
-        return self._at(link).outgoing.size
+    def send_last(self, link: int, frame: bytes, received: int = -1) -> bool:
+        whole_frame(frame, len(frame))
+        at = self._at(link)
+        if at.socket is None or at.sealed or not at.outgoing.put_last(frame, received):
+            return False
+        self._drain(at)
+        return True
+
+    @_entered
+    def go_on(self, link: int) -> None:
+        at = self._at(link)
+        at.outgoing.rests = False
+        self._drain(at)
+
+    @_entered
+    def traffic(self, link: int) -> Traffic:
+        at = self._at(link)
+        held = len(at.order) + len(at.deferred)
+        return Traffic(at.sent_bytes, at.received_bytes, at.decoder.count, at.outgoing.size, held, at.heard)
 
     # ------------------------------------------------------------------ sending
 
@@ -459,6 +496,7 @@ class Core(contract.Core):
                 assembler.take(memoryview(frame))
                 assert assembler.message is not None
                 assembler.message.descriptor = descriptor
+                link.heard = monotonic()
                 self._deliver(link, assembler.message)
                 return True
             if descriptor is not None and link.socket is not None and not link.outgoing.carries_descriptors:
@@ -493,6 +531,9 @@ class Core(contract.Core):
 
     def _drain(self, link: _Link) -> None:
         """Write what the kernel takes."""
+        if link.asleep and link.socket is None and not link.ended and link.outgoing:
+            link.asleep = False
+            self._put_event(_news(contract.WANTED, link.number))
         if link.writing or link.blocked or link.socket is None:
             return
         link.writing = True
@@ -530,6 +571,7 @@ class Core(contract.Core):
             link.why = str(error)
             _shut_down(connection, socket.SHUT_RDWR)  # the reader finds the end, behind what the peer has sent
             return False
+        link.sent_bytes += sent
         if link.sealed:
             link.sealed = link.sealed[sent:]
         else:
@@ -558,11 +600,11 @@ class Core(contract.Core):
                 sent = self._send(link, head, pieces, deadline, call=call)
                 found = self._wait(call.waiting, lambda: self._outcome(call), deadline) if sent else None
             except _NotSent:
-                return _news(contract.ENDED, link, call.number, contract.NOT_SENT)
+                return self._arrived(_news(contract.ENDED, link, call.number, contract.NOT_SENT))
             finally:
                 self._cancel(call)  # unless it is over
         if found is None:
-            return _news(contract.OVERDUE, link, call.number, 0 if sent else contract.NOT_SENT)
+            return self._arrived(_news(contract.OVERDUE, link, call.number, 0 if sent else contract.NOT_SENT))
         arrived: Arrived = found[0]
         return arrived
 
@@ -614,6 +656,7 @@ class Core(contract.Core):
             raise CoreError("there is no such call: it is over")
         if call.state is _State.ANSWERED:
             assert call.answer is not None
+            call.answer.waited_for = True
             del self._calls[call.number]
             return (self._arrived(call.answer),)
         if call.state is _State.SETTLED:
@@ -635,7 +678,7 @@ class Core(contract.Core):
                     if call.state is _State.ANSWERED and not call.waiting:
                         self._let_lie(call)
                 raise
-        return _news(contract.OVERDUE, 0, number) if found is None else found[0]
+        return self._arrived(_news(contract.OVERDUE, 0, number)) if found is None else found[0]
 
     @_entered
     def done(self, number: int) -> bool:
@@ -697,7 +740,7 @@ class Core(contract.Core):
     # ------------------------------------------------------------------ what has come
 
     def _deliver(self, link: _Link, message: Message) -> None:
-        message.link = link.number
+        message.link, message.at = link.number, link.heard
         if message.kind == contract.ACKNOWLEDGE:
             link.outgoing.acknowledged(message.number)
             return
@@ -706,7 +749,7 @@ class Core(contract.Core):
             return
         if message.kind == contract.REQUEST:
             self._requests += 1
-            link.requests[message.number] = _Served()
+            link.requests[message.number] = _Served(kept=bool(message.flags & contract.KEPT))
         if message.flags & contract.OWNER:
             if message.kind == contract.REQUEST:
                 link.requests[message.number].running = True
@@ -734,6 +777,9 @@ class Core(contract.Core):
                 served.running = True
                 self._put_event(message)
             else:
+                if len(self._queue) >= self._queue_limit and not link.is_full:
+                    link.is_full = True
+                    self._put_event(_news(contract.FULL, link.number, len(self._queue)))
                 self._put_work(message)
         elif message.kind in _ANSWERS:
             self._answer_came(message)
@@ -776,13 +822,13 @@ class Core(contract.Core):
 
     def _cancel_came(self, link: _Link, number: int) -> None:
         served = link.requests.get(number)
-        if served is None:
-            return  # answered, or never here
+        if served is None or served.kept:
+            return  # answered, or never here; or others want it
         if not served.running:
             del link.requests[number]  # it waits in the queue, or for its turn; whoever comes upon it drops it
         elif not served.cancelled:
             served.cancelled = True
-            self._put_event(Message(contract.CANCELLED, 0, number, link.number))
+            self._put_event(_news(contract.CANCELLED, link.number, number))
 
     def _drop(self, message: Message) -> None:
         """Nobody wants this frame. If there is something to decline in it, a worker does that."""
@@ -803,9 +849,9 @@ class Core(contract.Core):
         """A message for Python."""
         is_frame = message.kind <= contract.CANCEL or message.kind == contract.DROPPED
         in_order = is_frame and message.flags & contract.MARKED and not message.flags & contract.OWNER
-        fields = [getattr(message, name) for name in Arrived._fields[:-2]]
+        fields = [getattr(message, name) for name in Arrived._fields[:-3]]
         descriptor = -1 if message.descriptor is None else message.descriptor.release()
-        return Arrived._make([*fields, Handle(self, message) if in_order else None, descriptor])
+        return Arrived._make([*fields, Handle(self, message) if in_order else None, descriptor, message.at])
 
     # ------------------------------------------------------------------ placing
 
@@ -826,20 +872,42 @@ class Core(contract.Core):
             if link := self._use(handle):
                 self._advance(link)
 
+    def _put_back(self, handle: contract.Handle) -> tuple[_Link, Message] | None:
+        """As if this frame had not been handed out."""
+        link = self._use(handle)
+        if link is None or not isinstance(handle, Handle):
+            return None
+        message = handle.message
+        if message.kind == contract.REQUEST and (served := link.requests.get(message.number)):
+            served.running = False
+            if link.over and not served.kept:
+                del link.requests[message.number]
+        elif message.kind in _ANSWERS:
+            if message.waited_for:
+                self._calls[message.number] = _Call(link.number, inf, number=message.number)
+            elif (call := self._calls.get(message.number)) and call.state is _State.HANDED:
+                call.state = _State.PENDING
+            message.waited_for = False
+        return link, message
+
     def pause_behind(self, handle: contract.Handle) -> None:
         with self._section:
-            link = self._use(handle)
-            if link is None or not isinstance(handle, Handle):
-                return
-            message = handle.message
-            served = link.requests.get(message.number)
-            if message.kind == contract.REQUEST and served is not None:
-                served.running = False
-            call = self._calls.get(message.number)
-            if message.kind in _ANSWERS and call is not None and call.state is _State.HANDED:
-                call.state = _State.PENDING
-            link.order.appendleft(message)
-            link.paused = True
+            if found := self._put_back(handle):
+                found[0].order.appendleft(found[1])
+                found[0].paused = True
+
+    def defer(self, handle: contract.Handle) -> None:
+        with self._section:
+            if found := self._put_back(handle):
+                found[0].deferred.append(found[1])
+                self._advance(found[0])
+
+    @_entered
+    def recall(self, link: int) -> None:
+        at = self._at(link)
+        at.order.extendleft(reversed(at.deferred))
+        at.deferred.clear()
+        self._advance(at)
 
     @_entered
     def unpause(self, link: int) -> None:
@@ -856,7 +924,7 @@ class Core(contract.Core):
             if not at.ended and not self._stopped:
                 at.placing, at.ended = False, True  # the rest is `end`, which is not for a destructor
                 why = "a frame was not placed: nobody knows what of it was done; please report this"
-                self._put_event(_broke(link, why, contract.UNKNOWN))
+                self._put_event(_news(contract.ENDED, link, 0, contract.UNKNOWN, why))
                 self._advance(at)
 
     # ------------------------------------------------------------------ letters
@@ -947,6 +1015,7 @@ class Core(contract.Core):
         """The oldest work that is still wanted, as the only item of a tuple."""
         while self._queue:
             work = self._queue.popleft()
+            self._look_for_room()
             if isinstance(work, _Task):
                 found: Any = work.task
             elif isinstance(work, _Call):
@@ -972,6 +1041,13 @@ class Core(contract.Core):
             self._wake_worker()
             return (found,)
         return None
+
+    def _look_for_room(self) -> None:
+        full = [link for link in self._links.values() if link.is_full]
+        if full and len(self._queue) <= self._queue_limit / 2:
+            for link in full:
+                link.is_full = False
+            self._put_event(_news(contract.ROOM))
 
     def _worker(self) -> _Worker:
         """That which this thread is."""
@@ -1027,7 +1103,7 @@ class Core(contract.Core):
         if not self._busy or self._hungry_at <= now:
             self._starved = True
             self._hungry_at = inf
-            self._put_event(Message(contract.STARVED))
+            self._put_event(_news(contract.STARVED))
         elif self._hungry_at == inf:
             self._hungry_at = now + _HUNGRY_S
             self._wake_reader(self._hungry_at)
@@ -1035,6 +1111,22 @@ class Core(contract.Core):
     @_entered
     def limit_queue(self, most: int) -> None:
         self._queue_limit = most
+        self._look_for_room()
+
+    @_entered
+    def queued(self) -> list[Arrived]:
+        held = [message for link in self._links.values() for message in (*link.deferred, *link.order)]
+        wanted = [
+            work
+            for work in (*self._queue, *held)
+            if isinstance(work, Message)
+            and work.kind == contract.REQUEST
+            and work.number in self._at(work.link).requests
+        ]
+        return [
+            self._arrived(replace(each, flags=each.flags & ~contract.MARKED, payload=b"", buffers=[], descriptor=None))
+            for each in wanted
+        ]
 
     # ------------------------------------------------------------------ the event thread
 
@@ -1054,7 +1146,7 @@ class Core(contract.Core):
         links = self._links.values()
         return Counts(
             pending=len(self._calls),
-            queued=len(self._queue) + sum(len(link.order) for link in links),
+            queued=len(self._queue) + sum(len(link.order) + len(link.deferred) for link in links),
             running=sum(served.running for link in links for served in link.requests.values()),
             last_call=self._last_call,
             last_request=self._requests,
@@ -1123,7 +1215,7 @@ class Core(contract.Core):
             if call is None:
                 continue
             if call.state is _State.PENDING and call.told:
-                self._put_event(Message(contract.OVERDUE, 0, call.number, call.link))
+                self._put_event(_news(contract.OVERDUE, call.link, call.number))
             elif call.state is _State.ANSWERED and not call.is_awaited:
                 self._put_work(call)
         if self._hungry_at <= now:
@@ -1133,32 +1225,45 @@ class Core(contract.Core):
 
     def _read(self, link: _Link, connection: socket.socket) -> None:
         """Deliver what is there, and acknowledge it."""
-        why: str | None = None
-        try:
+
+        def read() -> str | None:
             for _ in range(_MOST_READ // _READ_BYTES):
                 data = self._receive(link, connection)
                 if not data:
-                    why = link.why
-                    break
-                link.heard = monotonic()
+                    return link.why
                 link.received_bytes += len(data)
-                for message in link.decoder.feed(data if link.pump is None else link.pump.open(data)):
-                    if message.flags & contract.CARRIES and link.descriptors:  # else it left without
-                        message.descriptor = link.descriptors.popleft()
-                    self._deliver(link, message)
+                self._take_bytes(link, data if link.pump is None else link.pump.open(data))
                 if len(link.descriptors) > _MOST_DESCRIPTORS:
                     raise WireError("the peer sent descriptors that no frame is for")
                 if len(data) < _READ_BYTES:
                     break
+            return None
+
+        self._guard(link, connection, read)
+
+    def _guard(self, link: _Link, connection: socket.socket, read: Callable[[], str | None]) -> None:
+        """``read`` the connection, which is over if that returns or raises a reason."""
+        why: str | None = None
+        how = 0
+        try:
+            why = read()
         except BlockingIOError:
             pass
         except Exception as error:  # of the system, of the peer, or of the pump
             why = str(error) or type(error).__name__
+            how = contract.UNKNOWN if isinstance(error, WireError) else 0
         self._acknowledge(link)
         if why is not None:
             link.readable = False
             self._watch(connection, link)
-            self._put_event(_broke(link.number, why))
+            self._put_event(_news(contract.ENDED, link.number, 0, how, why))
+
+    def _take_bytes(self, link: _Link, data: bytes) -> None:
+        link.heard = monotonic()
+        for message in link.decoder.feed(data):
+            if message.flags & contract.CARRIES and link.descriptors:  # else it left without
+                message.descriptor = link.descriptors.popleft()
+            self._deliver(link, message)
 
     def _receive(self, link: _Link, connection: socket.socket) -> bytes:
         if not link.outgoing.carries_descriptors:
@@ -1219,12 +1324,8 @@ def _checked(head: bytes, pieces: Sequence[Piece]) -> Header:
     return whole_frame(head, len(head) + sum(memoryview(piece).nbytes for piece in pieces))
 
 
-def _news(kind: int, link: int, number: int, flags: int = 0) -> Arrived:
-    return Arrived(kind, flags, link, number, b"", b"", b"", (), None, -1)
-
-
-def _broke(link: int, why: str, flags: int = 0) -> Message:
-    return Message(contract.ENDED, flags, 0, link, function=why.encode(errors="replace"))
+def _news(kind: int, link: int = 0, number: int = 0, flags: int = 0, why: str = "") -> Message:
+    return Message(kind, flags, number, link, function=why.encode(errors="replace"), at=monotonic())
 
 
 def _at_most(spans: list[memoryview], size: int) -> list[memoryview]:

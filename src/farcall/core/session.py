@@ -107,13 +107,16 @@ class Outgoing:
         """Does this connection? Where not, a frame leaves without its own; one that is kept can leave with it later."""
         self.size = 0
         """Bytes that wait, but for those of large messages."""
+        self.rests = False
+        """Nothing new goes to the wire: see `put_last`."""
+        self.written = 0
+        """Frames that went to the wire: the number of the next one."""
         self._small: deque[tuple[bytes, Descriptor | None]] = deque()
         self._large: deque[Large] = deque()
         self._turns: deque[Large] = deque()
         self._wire: deque[_Span] = deque()
         self._kept: deque[_Kept] = deque()
         self._slots: list[Large | None] = [None] * MAX_SLOTS
-        self._written = 0
         self._acknowledged = 0
         self._chunk = _FIRST_CHUNK
 
@@ -157,11 +160,19 @@ class Outgoing:
         if large.slot >= 0:
             self._slots[large.slot] = None
 
+    def put_last(self, frame: bytes, received: int) -> bool:
+        """Send it and nothing else for now, unless something waits, or the peer, with so many frames, lacks one."""
+        if self or self.rests or received not in (-1, self.written):
+            return False
+        self._put(frame)
+        self.rests = True
+        return True
+
     # ------------------------------------------------------------------ out
 
     def next(self, most: int = 64) -> tuple[list[memoryview], Descriptor | None]:
         """What is to be written next, and the descriptor that goes along. Empty: nothing."""
-        if not self._wire or self._wire[-1].large is None:  # else a chunk goes to its end first
+        if not self.rests and (not self._wire or self._wire[-1].large is None):  # else a chunk goes to its end first
             taken = 0
             while self._small and taken < _LARGEST_CHUNK:
                 frame, descriptor = self._small.popleft()
@@ -202,8 +213,8 @@ class Outgoing:
         return done
 
     def _number(self, frame: bytes) -> bytes:
-        self._written += 1
-        return with_number(frame, self._written - 1)
+        self.written += 1
+        return with_number(frame, self.written - 1)
 
     def _put(self, frame: bytes, descriptor: Descriptor | None = None) -> None:
         frame = self._number(frame)
@@ -249,11 +260,12 @@ class Outgoing:
             else:
                 span.large.unwritten -= span.bytes.nbytes
         self._wire.clear()
+        self.rests = False
         self._chunk = _FIRST_CHUNK
 
     def lost(self, received: int) -> list[bytes] | None:
         """The heads of the large messages that a peer with so many frames lacks. None: that count cannot be."""
-        if not self._acknowledged <= received <= self._written:
+        if not self._acknowledged <= received <= self.written:
             return None
         lacking = list(self._kept)[received - self._acknowledged :]
         lost = dict.fromkeys(kept.large for kept in lacking)  # each once, in order
@@ -264,7 +276,7 @@ class Outgoing:
         self.acknowledged(received)
         self.broke()
         lacking, self._kept = self._kept, deque()
-        self._written = received
+        self.written = received
         supply = iter(replacements)
         replaced: list[int] = []
         under_way: deque[Large] = deque()

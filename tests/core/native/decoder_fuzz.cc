@@ -17,17 +17,18 @@ uint64_t mixed(uint64_t sum, const void* bytes, size_t size) {
     return sum;
 }
 
-// The frames, as one number each; the last is 1 for an error.
+// The frames, as one number each; the last is 1 for an error. `most`: bytes at a time; 0: all at once, by `feed`.
 std::vector<uint64_t> decode(const std::string& bytes, unsigned seed, size_t most) {
     std::minstd_rand random(seed);
     Decoder decoder(std::make_shared<Pool>(0));
     std::vector<Message> messages;
     std::vector<uint64_t> seen;
     try {
-        for (size_t at = 0; at < bytes.size();) {
+        if (!most) decoder.feed(bytes, messages);
+        for (size_t at = most ? 0 : bytes.size(); at < bytes.size();) {
             auto [to, room] = decoder.room();
             if (!room) std::abort();
-            size_t part = std::min({room, bytes.size() - at, most ? size_t{1} + random() % most : room});
+            size_t part = std::min({room, bytes.size() - at, size_t{1} + random() % most});
             std::memcpy(to, bytes.data() + at, part);
             decoder.received(part, messages);
             at += part;

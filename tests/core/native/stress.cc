@@ -25,6 +25,7 @@ constexpr size_t MOST_CALLS = 1 << 22;
 
 std::atomic<bool> over{false};
 std::atomic<uint64_t> next_id{1}, answered{0}, failed{0}, late{0}, not_sent{0}, letters{0}, breaks{0}, posts{0};
+std::atomic<uint64_t> deferred{0}, rests{0}, looks{0};
 std::vector<std::atomic<uint8_t>> runs(MOST_CALLS);
 
 void require(bool good, const char* what) {
@@ -115,6 +116,13 @@ void serve(Side& side, unsigned seed) {
         if (message.flags & MARKED) {
             require(side.placing[at]++ == 0, "two marked frames of a link at a time");
             if (random() % 8 == 0) std::this_thread::yield();
+            if (message.kind == REQUEST && random() % 3 == 0) {  // it comes again, perhaps as one that nobody wants
+                side.placing[at]--;
+                deferred++;
+                side.core.defer(std::move(message));
+                if (random() % 2) side.core.recall(side.links[at]);
+                continue;
+            }
             if (message.kind == LETTER) {
                 require(message.number == ++side.placed[at], "a marked frame out of turn");
                 letters++;
@@ -208,13 +216,36 @@ void call(Side& side, unsigned seed) {
     }
 }
 
+// The event thread's: recall what was deferred, look at what waits, let both ends rest for a while and go on.
+void look_after(int at, std::minstd_rand& random) {
+    uint32_t links[2] = {sides[0].links[at], sides[1].links[at]};
+    for (int i = 0; i < 2; i++) {
+        Core& core = sides[i].core;
+        core.recall(links[i]);
+        if (random() % 8) continue;
+        auto received = static_cast<int64_t>(sides[1 - i].core.traffic(links[1 - i]).frames);
+        if (!core.send_last(links[i], head_of(CONTROL, OWNER, 0, {}, {}), random() % 2 ? received : -1)) continue;
+        ::rests++;
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
+        if (random() % 16) core.go_on(links[i]);
+    }
+    for (auto& side : sides)
+        for (auto& one : side.core.queued()) {
+            require(one.kind == REQUEST && one.at > 0 && one.at <= now(), "something else waits");
+            looks++;
+        }
+}
+
 // Cut a link amid whatever goes on, and join it again: also with no more than what TCP would have told.
 void join(int at, bool again) {
     int ends[2];
     require(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends) == 0, "no socket pair");
     uint64_t counts[2] = {};
     if (again)
-        for (int i = 0; i < 2; i++) counts[i] = sides[i].core.detach(sides[i].links[at]);
+        for (int i = 0; i < 2; i++) {
+            counts[i] = sides[i].core.detach(sides[i].links[at]);
+            sides[i].core.sleep(sides[i].links[at]);
+        }
     for (int i = 0; i < 2; i++) {
         std::vector<std::string> heads, instead;
         require(sides[i].core.lost(sides[i].links[at], counts[1 - i], heads), "a count that cannot be");
@@ -230,7 +261,13 @@ void join(int at, bool again) {
                 instead.emplace_back();
             }
         }
-        require(sides[i].core.attach(sides[i].links[at], ends[i], nullptr, counts[1 - i], std::move(instead)),
+        // A handshake may have read something of what the other end has sent already.
+        std::string first(again ? 100 : 0, 0);
+        ssize_t size = i && again ? read(ends[i], first.data(), first.size()) : 0;
+        first.resize(size > 0 ? static_cast<size_t>(size) : 0);
+        uint64_t sent_again = 0;
+        require(sides[i].core.attach(sides[i].links[at], ends[i], nullptr, counts[1 - i], std::move(instead), first,
+                                     &sent_again),
                 "a link could not be joined");
     }
 }
@@ -255,7 +292,10 @@ int main(int count, char** arguments) {
     // Some part of the event threads' work; a broken connection is joined again by the breaker, which broke it.
     std::minstd_rand random(seed);
     for (double end = now() + seconds; now() < end;) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(random() % 30));
+        for (unsigned turns = random() % 30; turns; turns--) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            look_after(static_cast<int>(random() % LINKS), random);
+        }
         join(static_cast<int>(random() % LINKS), true);
         breaks++;
         for (auto& side : sides) {
@@ -270,6 +310,11 @@ int main(int count, char** arguments) {
     std::thread watch([&] {  // a call that never ends is a fault, too
         for (double since = now(); left;) {
             std::this_thread::sleep_for(std::chrono::milliseconds(100));
+            for (auto& side : sides)
+                for (uint32_t link : side.links) {
+                    side.core.recall(link);
+                    side.core.go_on(link);
+                }
             uint64_t sum = answered + late + failed + not_sent;
             if (sum != before) since = now();
             before = sum;
@@ -285,4 +330,5 @@ int main(int count, char** arguments) {
     for (auto& worker : workers) worker.join();
     std::printf("answered %lu, failed %lu, late %lu, not sent %lu; letters %lu, posted %lu; breaks %lu\n", answered.load(),
                 failed.load(), late.load(), not_sent.load(), letters.load(), posts.load(), breaks.load());
+    std::printf("deferred %lu, last frames %lu, seen in the queue %lu\n", deferred.load(), rests.load(), looks.load());
 }

@@ -227,6 +227,26 @@ def test_the_end_tells_what_the_peer_cannot_have() -> None:
     assert outgoing.size == 0
 
 
+def test_nothing_leaves_behind_the_last_frame() -> None:
+    outgoing, _ = filled()
+    assert not outgoing.put_last(small(3), -1)  # others wait
+    decoder = Decoder()
+    assert calls(decoder, written(outgoing)) == [1, 2, 10, 11]
+    assert not outgoing.put_last(small(3), decoder.count - 1)  # the peer lacks one
+    assert outgoing.put_last(small(3), decoder.count)
+    outgoing.post(small(4))
+    outgoing.post_large(large(12))
+    assert not outgoing.put_last(small(5), -1)
+    assert calls(decoder, written(outgoing)) == [3]
+    outgoing.rests = False
+    assert calls(decoder, written(outgoing)) == [4, 12]
+    assert outgoing.put_last(small(6), decoder.count)
+    outgoing.post(small(7))
+    outgoing.resume(decoder.count)  # another connection ends the rest
+    decoder.restart()
+    assert calls(decoder, written(outgoing)) == [6, 7]
+
+
 def test_a_descriptor_leaves_with_the_first_byte_of_its_frame_again_where_a_connection_carries_it() -> None:
     read, write = os.pipe()
     os.close(write)

@@ -28,16 +28,12 @@ constexpr uint8_t LONG_FOR = 32;  // so many short runs make a long function sho
 Core::Core(size_t memory_limit, size_t backlog_limit, double spin)
     : pool(std::make_shared<Pool>(memory_limit)), slow_(1024), backlog_limit_(backlog_limit), spin_(spin) {
     gap_ = LATE;
-    ready_fd_ = epoll_create1(EPOLL_CLOEXEC);
-    events_bell_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-    Monitor::instance().add(this, ready_fd_);
+    ready_fd_.reset(checked(epoll_create1(EPOLL_CLOEXEC)));
+    events_bell_.reset(checked(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)));
+    Monitor::instance().add(this, ready_fd_.get());
 }
 
-Core::~Core() {
-    stop();
-    close(ready_fd_);
-    close(events_bell_);
-}
+Core::~Core() { stop(); }
 
 std::vector<void*> Core::stop() {
     std::vector<void*> tasks;
@@ -52,7 +48,7 @@ std::vector<void*> Core::stop() {
         read_.wait(hold, [&] { return inside_ == 0 && !reading_; });
         for (auto& [id, link] : links_) links.push_back(link);
     }
-    Monitor::instance().remove(this, ready_fd_);
+    Monitor::instance().remove(this, ready_fd_.get());
     for (auto& link : links) end_link(link->id);
     std::lock_guard<std::mutex> hold(mutex_);
     for (auto& work : queue_)
@@ -68,8 +64,9 @@ void Core::close_after_fork() {
     // The parent's threads are not here, and may have held any mutex: take none.
     for (auto& [id, link] : links_)
         if (link->fd >= 0) close(link->fd);
-    close(ready_fd_);
-    close(events_bell_);
+    ready_fd_.reset();
+    events_bell_.reset();
+    close(monitor_.bell);
 }
 
 // ---------------------------------------------------------------------- calls
@@ -84,16 +81,18 @@ uint64_t Core::enter(uint32_t id, double deadline, bool told, Waiter* waiter) {
     call.told = told;
     call.deadline = deadline;
     if (waiter) call.waiting.push_back(waiter);
-    if (told && deadline < NEVER) {
-        deadlines_.emplace(deadline, number);
-        if (deadlines_.top().second == number) arm(deadline);
-        if (deadlines_.size() > 2 * calls_.size() + 1000) {  // most are of calls that are over
-            deadlines_ = {};
-            for (auto& [each, call] : calls_)
-                if (call.told && call.deadline < NEVER) deadlines_.emplace(call.deadline, each);
-        }
-    }
+    if (told) watch_deadline(number, deadline);
     return number;
+}
+
+void Core::watch_deadline(uint64_t number, double deadline) {
+    if (deadline == NEVER) return;
+    deadlines_.emplace(deadline, number);
+    arm(deadline);
+    if (deadlines_.size() <= 2 * calls_.size() + 1000) return;  // else most are of calls that are over
+    deadlines_ = {};
+    for (auto& [each, call] : calls_)
+        if (call.told && call.deadline < NEVER) deadlines_.emplace(call.deadline, each);
 }
 
 End Core::wait(uint64_t number, double deadline, double patience, Message& answer, void*& value, bool& unknown) {
@@ -116,12 +115,24 @@ End Core::wait(uint64_t number, double deadline, double patience, Message& answe
     Call& call = found->second;
     if (end == End::READY) {
         answer = std::move(call.answer);
+        answer.waited_for = true;
         value = call.value;
         calls_.erase(found);
-    } else {
+    } else if (end != End::SIGNAL) {  // after a signal it comes back, or calls `forsake`
         call.waiting.erase(std::remove(call.waiting.begin(), call.waiting.end(), &self), call.waiting.end());
     }
     return end;
+}
+
+// This thread does not come back after a signal. An answer that has come meanwhile is as one that nobody waits for.
+void Core::forsake(uint64_t number) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    auto found = calls_.find(number);
+    if (found == calls_.end()) return;
+    Call& call = found->second;
+    call.waiting.erase(std::remove(call.waiting.begin(), call.waiting.end(), &this_waiter()), call.waiting.end());
+    if (call.state != Call::ANSWERED || !call.waiting.empty() || call.answer.kind == ENDED) return;
+    put_work({Message(), number});
 }
 
 bool Core::done(uint64_t number) {
@@ -136,10 +147,7 @@ void Core::tell(uint64_t number) {
     if (found == calls_.end() || found->second.told) return;
     Call& call = found->second;
     call.told = true;
-    if (call.state == Call::PENDING && call.deadline < NEVER) {
-        deadlines_.emplace(call.deadline, number);
-        arm(call.deadline);
-    }
+    if (call.state == Call::PENDING) watch_deadline(number, call.deadline);
     if (call.state != Call::ANSWERED) return;
     call.state = Call::HANDED;
     if (call.answer.kind == ENDED)
@@ -158,7 +166,7 @@ void* Core::settle(uint64_t number, void* value) {
     }
     found->second.value = value;
     found->second.state = Call::SETTLED;
-    for (Waiter* waiter : found->second.waiting) waiter->ring();
+    for (Waiter* waiter : found->second.waiting) waiter->wake();
     return nullptr;
 }
 
@@ -170,7 +178,7 @@ void* Core::cancel(uint64_t number) {
         auto found = calls_.find(number);
         if (found == calls_.end()) return nullptr;
         Call& call = found->second;
-        for (Waiter* waiter : call.waiting) waiter->ring();
+        for (Waiter* waiter : call.waiting) waiter->wake();
         value = call.value;
         if (call.state == Call::ANSWERED && call.answer.kind != ENDED) drop(std::move(call.answer));
         auto at = links_.find(call.link);
@@ -205,7 +213,7 @@ void Core::wake_slot(uint32_t id, uint64_t number) {
     auto slot = link->second->slots.find(number);
     if (slot == link->second->slots.end()) return;
     slot->second.woken = slot->second.waiting.empty();
-    for (Waiter* waiter : slot->second.waiting) waiter->ring();
+    for (Waiter* waiter : slot->second.waiting) waiter->wake();
     slot->second.waiting.clear();  // so they know
 }
 
@@ -216,7 +224,7 @@ void Core::close_slot(uint32_t id, uint64_t number) {
     auto slot = link->second->slots.find(number);
     if (slot == link->second->slots.end()) return;
     for (auto& letter : slot->second.letters) put_work({std::move(letter)});
-    for (Waiter* waiter : slot->second.waiting) waiter->ring();
+    for (Waiter* waiter : slot->second.waiting) waiter->wake();
     link->second->slots.erase(slot);
     forget_link(*link->second);
 }
@@ -259,13 +267,14 @@ End Core::take(uint32_t id, uint64_t number, double deadline, double patience, M
 
 bool Core::pick(Work& work, bool came) {
     Waiter& self = this_waiter();
-    end_run(self);
+    self.end_run();
     std::lock_guard<std::mutex> hold(mutex_);
     if (came) coming_--;
     for (;;) {
         if (stopped_ || queue_.empty() || (running_ >= limit_ && !came)) return false;
         work = std::move(queue_.front());
         queue_.pop_front();
+        look_for_room();
         if (work.lying) {
             auto call = calls_.find(work.lying);
             if (call == calls_.end() || call->second.state != Call::ANSWERED) continue;  // somebody has asked
@@ -286,8 +295,10 @@ bool Core::pick(Work& work, bool came) {
         break;
     }
     self.since = last_ = now();
-    self.home = this;
-    self.alive = weak_from_this();
+    if (self.home != this || self.alive.expired()) {
+        self.home = this;
+        self.alive = weak_from_this();
+    }
     self.key = 0;
     if (work.message.kind == REQUEST)
         self.key = static_cast<uint32_t>(
@@ -311,7 +322,6 @@ bool Core::pick(Work& work, bool came) {
 
 // The function is over: was it long, with no other beside it to wait for?
 void Core::end_run(Waiter& self) {
-    if (!self.running || self.home != this) return;
     double time = now();
     auto& slow = slow_[self.key];
     uint8_t left = slow.load(std::memory_order_relaxed);
@@ -392,14 +402,13 @@ void Core::look_for_starvation() {
     Waiter* owner = owner_;
     if (owner && owner->worker) return;
     starved_ = true;
-    Message message;
-    message.kind = STARVED;
-    put_event(std::move(message));
+    put_event(news(STARVED, 0, 0));
 }
 
 void Core::limit_queue(size_t most) {
     std::lock_guard<std::mutex> hold(mutex_);
     queue_limit_ = most;
+    look_for_room();
 }
 
 void Core::finished(uint32_t id, uint64_t number) {
@@ -417,11 +426,38 @@ Counts Core::counts() {
     counts.queued = queue_.size();
     for (auto& [id, link] : links_) {
         for (auto& [number, served] : link->requests) counts.running += served.running;
-        counts.queued += link->order.size();
+        counts.queued += link->order.size() + link->deferred.size();
     }
     counts.last_call = next_call_ - 1;
     counts.last_request = requests_;
     return counts;
+}
+
+void Core::look_for_room() {
+    if (!full_ || queue_.size() > queue_limit_ / 2) return;
+    full_ = false;
+    for (auto& [id, link] : links_) link->full = false;
+    put_event(news(ROOM, 0, 0));
+}
+
+std::vector<Message> Core::queued() {
+    std::vector<Message> found;
+    std::lock_guard<std::mutex> hold(mutex_);
+    auto look = [&](const Message& message) {
+        auto link = links_.find(message.link);
+        if (message.kind != REQUEST || link == links_.end() || !link->second->requests.count(message.number)) return;
+        found.push_back(news(REQUEST, message.link, message.number, message.flags & ~MARKED));
+        Message& one = found.back();
+        one.text.assign(message.text, 0, size_t{message.function_bytes} + message.notes_bytes);
+        one.function_bytes = message.function_bytes;
+        one.notes_bytes = message.notes_bytes;
+        one.at = message.at;
+    };
+    for (auto& work : queue_) look(work.message);
+    for (auto& [id, link] : links_)
+        for (auto* held : {&link->deferred, &link->order})
+            for (auto& message : *held) look(message);
+    return found;
 }
 
 // ---------------------------------------------------------------------- the monitor
@@ -435,7 +471,7 @@ void Core::arm(double at) {
 void Core::set_bell(bool on) {
     if (bell_ == on) return;
     bell_ = on;
-    Monitor::instance().set_bell(this, ready_fd_, on);
+    Monitor::instance().set_bell(this, ready_fd_.get(), on);
 }
 
 void Core::tick(double time, bool rung) {
@@ -474,7 +510,7 @@ void Core::tick(double time, bool rung) {
             hold.unlock();
             step(monitor_);
             hold.lock();
-            if (owner_ == &monitor_) owner_ = nullptr;
+            if (owner_ == &monitor_ && !give_to_caller()) owner_ = nullptr;
             if (stopped_) return;
             promised_ = true;
             last_ = time = now();
@@ -489,9 +525,7 @@ void Core::tick(double time, bool rung) {
     }
     if (!queue_.empty() && idle_.empty() && !coming_ && time - last_ended_ > HUNGRY && !starved_ && serves_) {
         starved_ = true;
-        Message message;
-        message.kind = STARVED;
-        put_event(std::move(message));
+        put_event(news(STARVED, 0, 0));
     } else if (!queue_.empty() && !starved_) {
         arm(time + HUNGRY);
     }

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <system_error>
 
 namespace farcall {
 
@@ -43,6 +44,7 @@ Message news(uint8_t kind, uint32_t link, uint64_t number, uint32_t flags) {
     message.link = link;
     message.number = number;
     message.flags = flags;
+    message.at = now();
     return message;
 }
 
@@ -62,9 +64,26 @@ double now() {
 
 // ---------------------------------------------------------------------- threads that wait
 
-Waiter::Waiter() : bell(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)), forks(farcall::forks()) {}
+int checked(int descriptor) {
+    if (descriptor < 0) throw std::system_error(errno, std::generic_category());
+    return descriptor;
+}
 
-Waiter::~Waiter() { close(bell); }
+Waiter::Waiter() : bell(checked(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC))), forks(farcall::forks()) {}
+
+Waiter::~Waiter() {
+    if (forks == farcall::forks()) end_run();
+    close(bell);
+}
+
+// The function that it ran is over, whatever core's it was.
+void Waiter::end_run() {
+    if (!running) return;
+    if (auto core = alive.lock())
+        core->end_run(*this);
+    else
+        running = counted = false, waits = 0;
+}
 
 void Waiter::ring() {
     uint64_t one = 1;
@@ -106,7 +125,7 @@ End Core::wait_until(std::unique_lock<std::mutex>& hold, Waiter& self, bool work
             // Free, or held by somebody who has no answer to wait for.
             owner_ = &self;
             set_bell(false);
-            if (owner && owner->asleep) owner->ring();  // it must not watch the links any longer
+            if (owner) owner->wake();  // it must not watch the links any longer
         }
         if (owner_ == &self) {
             hold.unlock();
@@ -123,8 +142,9 @@ End Core::wait_until(std::unique_lock<std::mutex>& hold, Waiter& self, bool work
             idle_.push_back(&self);
         else if (!mine)
             callers_.push_back(&self);
+        Link* only = only_link();
+        pollfd wanted[2] = {{self.bell, POLLIN, 0}, {only ? only->fd : ready_fd_.get(), POLLIN, 0}};
         hold.unlock();
-        pollfd wanted[2] = {{self.bell, POLLIN, 0}, {ready_fd_, POLLIN, 0}};
         double until = std::min(deadline, cut);
         timespec pause = span_of(until == NEVER ? 0 : until - now());
         int count = ppoll(wanted, mine ? 2 : 1, until == NEVER ? nullptr : &pause, nullptr);
@@ -143,20 +163,38 @@ End Core::wait_until(std::unique_lock<std::mutex>& hold, Waiter& self, bool work
 void Core::leave(Waiter& self) {
     if (owner_ != &self) return;
     last_ = now();
-    if (!callers_.empty()) {
-        Waiter* next = callers_.front();
-        callers_.erase(callers_.begin());
-        owner_ = next;
-        next->ring();
-        return;
-    }
+    if (give_to_caller()) return;
     owner_ = nullptr;
     promised_ = self.worker;
     if (attached_.empty()) return;
-    if (!self.worker || self.slept)
+    // A caller comes back, often before it would have been worth a bell: at once for answers that are due to the program,
+    // or where this process serves nobody.
+    bool comes_back = !self.worker && (!serves_ || calls_.size() > 1);
+    if (comes_back || (self.worker && !self.slept))
+        arm(last_ + gap_);
+    else
+        set_bell(true);
+}
+
+// Without the detour of the epoll, where there is but one link, and nothing to wait for but bytes. `renew_watch` tells
+// whoever sleeps so of any change.
+Link* Core::only_link() { return attached_.size() == 1 && !stuck_ ? attached_.front() : nullptr; }
+
+void Core::renew_watch() {
+    Waiter* owner = owner_;
+    if (!owner)
         set_bell(true);
     else
-        arm(last_ + gap_);
+        owner->wake();
+}
+
+bool Core::give_to_caller() {
+    if (callers_.empty()) return false;
+    Waiter* next = callers_.front();
+    callers_.erase(callers_.begin());
+    owner_ = next;
+    next->ring();
+    return true;
 }
 
 // Nobody reads, and nobody will until the mutex is let go.
@@ -176,15 +214,15 @@ bool Core::step(Waiter& self) {
     std::vector<Read> reads;
     std::vector<Link*> writable;
     bool by_monitor = &self == &monitor_, pump_waits = false;
-    Link* only = attached_.size() == 1 && !stuck_ ? attached_.front() : nullptr;
+    Link* only = only_link();
     if (only && !(by_monitor && only->pump)) {
         hold.unlock();
-        reads.push_back({only, {}, false, ""});
+        reads.push_back({only});
         read(reads.back());
     } else {
         hold.unlock();
         epoll_event ready[64];
-        int count = epoll_wait(ready_fd_, ready, 64, 0);
+        int count = epoll_wait(ready_fd_.get(), ready, 64, 0);
         for (int i = 0; i < count; i++) {
             auto* link = static_cast<Link*>(ready[i].data.ptr);
             if (by_monitor && link->pump) {
@@ -193,7 +231,7 @@ bool Core::step(Waiter& self) {
             }
             if (ready[i].events & EPOLLOUT) writable.push_back(link);
             if (ready[i].events & ~EPOLLOUT) {
-                reads.push_back({link, {}, false, ""});
+                reads.push_back({link});
                 read(reads.back());
             }
         }
@@ -205,15 +243,7 @@ bool Core::step(Waiter& self) {
     size_t queued = queue_.size();
     for (auto& one : reads) {
         got |= !one.messages.empty() || one.broken;
-        for (auto& message : one.messages) deliver(*one.link, std::move(message));
-        if (one.broken) {
-            remove_from(attached_, one.link);
-            epoll_ctl(ready_fd_, EPOLL_CTL_DEL, one.link->fd, nullptr);
-            Message broke = news(ENDED, one.link->id, 0);
-            broke.function_bytes = static_cast<uint32_t>(one.why.size());
-            broke.text = std::move(one.why);
-            put_event(std::move(broke));
-        }
+        handle(one);
     }
     quiet_ = false;
     if (got) last_ = now();
@@ -235,11 +265,17 @@ bool Core::step(Waiter& self) {
     return got;
 }
 
-// What the kernel has of one link, to messages. In the role, without a mutex.
-void Core::read(Read& read) {
+// What the kernel has of one link, to messages: in the role, without a mutex. Or `first`, which came before, where nobody
+// else has the decoder.
+void Core::read(Read& read, const std::string* first) {
     Link& link = *read.link;
     try {
-        for (size_t before = link.bytes; link.bytes - before < MOST_READ;)
+        if (first) {
+            link.heard = now();
+            link.bytes += first->size();
+            link.decoder.feed(*first, read.messages);
+        }
+        for (size_t before = link.bytes; !first && link.bytes - before < MOST_READ;)
             if (!receive(read)) break;
         for (auto& message : read.messages) {
             if (!(message.flags & CARRIES) || message.kind == CHUNK) continue;
@@ -249,13 +285,29 @@ void Core::read(Read& read) {
         }
         if (link.descriptors.size() > MOST_DESCRIPTORS) throw WireError("the peer sent descriptors that no frame is for");
     } catch (const WireError& error) {
-        read.broken = true;
+        read.broken = read.final = true;
         read.why = error.what();
     } catch (const std::bad_alloc&) {
-        read.broken = true;
+        read.broken = read.final = true;
         read.why = "there is no memory for what the peer sends";
     }
-    acknowledge(link);
+    if (!first) acknowledge(link);
+}
+
+// Deliver what was read.
+void Core::handle(Read& read) {
+    Link& link = *read.link;
+    for (auto& message : read.messages) {
+        message.at = link.heard;
+        deliver(link, std::move(message));
+    }
+    if (!read.broken) return;
+    remove_from(attached_, &link);
+    epoll_ctl(ready_fd_.get(), EPOLL_CTL_DEL, link.fd, nullptr);
+    Message broke = news(ENDED, link.id, 0, read.final ? UNKNOWN : 0);
+    broke.function_bytes = static_cast<uint32_t>(read.why.size());
+    broke.text = std::move(read.why);
+    put_event(std::move(broke));
 }
 
 // One system call. False: there is no more for now.
@@ -302,13 +354,7 @@ bool Core::receive(Read& read) {
             read.broken = true;
             return false;
         }
-        for (size_t at = 0; at < link.plain.size();) {
-            auto [to, size] = link.decoder.room();
-            size_t part = std::min(size, link.plain.size() - at);
-            std::memcpy(to, link.plain.data() + at, part);
-            at += part;
-            link.decoder.received(part, read.messages);
-        }
+        link.decoder.feed(link.plain, read.messages);
     }
     return static_cast<size_t>(count) == room.second;
 }
@@ -344,7 +390,7 @@ void Core::deliver(Link& link, Message message) {
             return;
         case REQUEST:
             requests_++;
-            link.requests[message.number] = {(message.flags & OWNER) != 0, false};
+            link.requests[message.number] = {(message.flags & OWNER) != 0, false, (message.flags & KEPT) != 0};
             break;
         default:
             break;
@@ -385,6 +431,10 @@ void Core::hand_out(Link& link, Message message) {
                 link.requests[message.number].running = true;
                 put_event(std::move(message));
                 return;
+            }
+            if (queue_.size() >= queue_limit_ && !std::exchange(link.full, true)) {
+                full_ = true;
+                put_event(news(FULL, link.id, queue_.size()));
             }
             put_work({std::move(message)});
             return;
@@ -429,7 +479,7 @@ void Core::answer_came(Message message) {
 
 void Core::answered(Call& call) {
     call.state = Call::ANSWERED;
-    for (Waiter* waiter : call.waiting) waiter->ring();
+    for (Waiter* waiter : call.waiting) waiter->wake();
 }
 
 void Core::letter_came(Link& link, Message message) {
@@ -439,12 +489,12 @@ void Core::letter_came(Link& link, Message message) {
         return;
     }
     slot->second.letters.push_back(std::move(message));
-    slot->second.waiting.front()->ring();
+    slot->second.waiting.front()->wake();
 }
 
 void Core::cancel_came(Link& link, uint64_t number) {
     auto found = link.requests.find(number);
-    if (found == link.requests.end()) return;  // answered, or never here
+    if (found == link.requests.end() || found->second.kept) return;  // answered, or never here; or others want it
     if (found->second.running) {
         if (!found->second.cancelled) put_event(news(CANCELLED, link.id, number));
         found->second.cancelled = true;
@@ -475,7 +525,7 @@ void Core::put_event(Message message) {
     if (events_rung_) return;
     events_rung_ = true;
     uint64_t one = 1;
-    (void)!::write(events_bell_, &one, sizeof one);
+    (void)!::write(events_bell_.get(), &one, sizeof one);
 }
 
 void Core::take_events(std::deque<Message>& news) {
@@ -484,7 +534,7 @@ void Core::take_events(std::deque<Message>& news) {
         std::lock_guard<std::mutex> hold(mutex_);
         news.swap(events_);
         uint64_t count;
-        if (events_rung_) (void)!::read(events_bell_, &count, sizeof count);
+        if (events_rung_) (void)!::read(events_bell_.get(), &count, sizeof count);
         events_rung_ = false;
         read_too = std::exchange(pump_wanted_, false) && !owner_ && !stopped_;
         if (read_too) {
@@ -507,19 +557,51 @@ void Core::placed(uint32_t id) {
     forget_link(*link->second);
 }
 
-void Core::pause_behind(uint32_t id, Message message) {
+// As if this frame had not been handed out.
+Link* Core::put_back(Message& message) {
+    auto at = links_.find(message.link);
+    if (at == links_.end()) return nullptr;
+    Link& link = *at->second;
+    auto served = link.requests.find(message.number);
+    if (message.kind == REQUEST && served != link.requests.end()) {
+        served->second.running = false;
+        if (link.over && !served->second.kept) link.requests.erase(served);
+    } else if (message.kind == RESPONSE || message.kind == FAILURE) {
+        auto call = calls_.find(message.number);
+        if (message.waited_for)
+            calls_[message.number].link = link.id;
+        else if (call != calls_.end() && call->second.state == Call::HANDED)
+            call->second.state = Call::PENDING;
+        message.waited_for = false;
+    }
+    link.placing = false;
+    return &link;
+}
+
+void Core::pause_behind(Message message) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    Link* link = put_back(message);
+    if (!link) return;
+    link->order.push_front(std::move(message));
+    link->paused = true;
+}
+
+void Core::defer(Message message) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    Link* link = put_back(message);
+    if (!link) return;
+    link->deferred.push_back(std::move(message));
+    advance(*link);
+}
+
+void Core::recall(uint32_t id) {
     std::lock_guard<std::mutex> hold(mutex_);
     auto link = links_.find(id);
     if (link == links_.end()) return;
-    auto served = link->second->requests.find(message.number);
-    if (message.kind == REQUEST && served != link->second->requests.end()) served->second.running = false;
-    if (message.kind == RESPONSE || message.kind == FAILURE) {
-        auto call = calls_.find(message.number);
-        if (call != calls_.end() && call->second.state == Call::HANDED) call->second.state = Call::PENDING;
-    }
-    link->second->order.push_front(std::move(message));
-    link->second->paused = true;
-    link->second->placing = false;
+    auto& deferred = link->second->deferred;
+    for (; !deferred.empty(); deferred.pop_back()) link->second->order.push_front(std::move(deferred.back()));
+    advance(*link->second);
+    forget_link(*link->second);
 }
 
 void Core::unpause(uint32_t id) {

@@ -35,6 +35,9 @@ enum : uint32_t { NOT_SENT = 1, UNKNOWN = 2 };
 
 double now();
 
+// The descriptor, or an exception of the system's.
+int checked(int descriptor);
+
 Message news(uint8_t kind, uint32_t link, uint64_t number, uint32_t flags = 0);
 
 // A connection whose bytes pass through somebody else's code. It may wait for the interpreter, so no mutex is held.
@@ -53,11 +56,18 @@ struct Waiter : std::enable_shared_from_this<Waiter> {
     Waiter();
     ~Waiter();
     void ring();
+    // The same for what it looks at under the core's mutex, which the caller holds: who is awake finds it, above all the
+    // reader itself.
+    void wake() {
+        if (asleep.load(std::memory_order_relaxed)) ring();
+    }
     void unring();
+    void end_run();
 
     int bell;            // an eventfd
     unsigned forks;      // a forked child's threads have others
-    bool worker = false, asleep = false, slept = false;
+    std::atomic<bool> asleep{false};
+    bool worker = false, slept = false;
     bool called = false;  // woken for a request that it has not yet looked for
     // Of a worker that runs a function:
     Core* home = nullptr;  // whose function it runs; null: none
@@ -104,6 +114,8 @@ struct Link {
     std::atomic<size_t> backlog{0};
     std::vector<Waiter*> for_room;
     bool writing = false, blocked = false, half_closed = false;
+    bool asleep = false;  // WANTED is to come when something is to be sent
+    uint64_t sent = 0;    // bytes
     int held = 0;  // threads that wait for `idle`: nobody begins to write
     std::atomic<bool> ended{false};
     std::string sealed;  // of a pump: bytes for the wire
@@ -124,9 +136,11 @@ struct Link {
 
     // Core::mutex_.
     bool to_self = false, admitted = false, paused = false, placing = false, over = false;
+    bool full = false;  // FULL was said, and ROOM was not
     std::deque<Message> order;  // frames that wait for the one that is being placed
+    std::deque<Message> deferred;
     struct Served {
-        bool running = false, cancelled = false;
+        bool running = false, cancelled = false, kept = false;
     };
     std::unordered_map<uint64_t, Served> requests;
     std::map<uint64_t, struct Slot> slots;
@@ -154,6 +168,11 @@ struct Counts {
     uint64_t pending = 0, queued = 0, running = 0, last_call = 0, last_request = 0;
 };
 
+struct Traffic {
+    uint64_t sent_bytes = 0, received_bytes = 0, frames = 0, unsent_bytes = 0, held = 0;
+    double heard = -NEVER;
+};
+
 // One item of the queue: a message, a lying answer by its number, or a task of Python's.
 struct Work {
     Message message;
@@ -175,19 +194,24 @@ class Core : public std::enable_shared_from_this<Core> {
     ~Core();
 
     uint32_t open_link(bool to_self);
-    // False: the link is gone, or `received` cannot be.
-    bool attach(uint32_t link, int fd, std::shared_ptr<Pump> pump, uint64_t received, std::vector<std::string> instead);
+    // False: the link is gone, or `received` cannot be. `first`: bytes that came before; `again`: frames sent again.
+    bool attach(uint32_t link, int fd, std::shared_ptr<Pump> pump, uint64_t received, std::vector<std::string> instead,
+                const std::string& first = std::string(), uint64_t* again = nullptr);
     uint64_t detach(uint32_t link);
     bool lost(uint32_t link, uint64_t received, std::vector<std::string>& heads);
     void admit(uint32_t link);
-    void pause_behind(uint32_t link, Message message);
+    void pause_behind(Message message);
     void unpause(uint32_t link);
+    void defer(Message message);
+    void recall(uint32_t link);
     void placed(uint32_t link);
     void abandon(uint32_t link);  // a marked frame will never be placed
     void end_sending(uint32_t link);
     void end_link(uint32_t link);
-    double heard(uint32_t link);
-    size_t unsent(uint32_t link);
+    void sleep(uint32_t link);
+    bool send_last(uint32_t link, std::string frame, int64_t received);
+    void go_on(uint32_t link);
+    Traffic traffic(uint32_t link);
 
     // Enter a call; its number goes into the frame. 0: the link has ended.
     uint64_t enter(uint32_t link, double deadline, bool told, Waiter* waiter);
@@ -207,6 +231,7 @@ class Core : public std::enable_shared_from_this<Core> {
 
     // READY: `answer` or `value` is filled in, the call is over. With `patience`, SIGNAL after so long.
     End wait(uint64_t number, double deadline, double patience, Message& answer, void*& value, bool& unknown);
+    void forsake(uint64_t number);
     bool done(uint64_t number);
     void tell(uint64_t number);
     void* settle(uint64_t number, void* value);  // returns the value if nobody wants it
@@ -224,9 +249,10 @@ class Core : public std::enable_shared_from_this<Core> {
     void end_wait();
     void limit_queue(size_t most);
 
-    int events_fd() const { return events_bell_; }
+    int events_fd() const { return events_bell_.get(); }
     void take_events(std::deque<Message>& news);
     Counts counts();
+    std::vector<Message> queued();
     // End everything. Returns the tasks that nobody will run.
     std::vector<void*> stop();
     void close_after_fork();
@@ -242,7 +268,11 @@ class Core : public std::enable_shared_from_this<Core> {
                    Ready ready);
     bool step(Waiter& self);
     void leave(Waiter& self);
-    void pause_run(Waiter& self);
+    bool give_to_caller();
+    Link* only_link();
+    void renew_watch();
+    void watch_deadline(uint64_t number, double deadline);
+    friend struct Waiter;
     void end_run(Waiter& self);
     void wake_worker();
     void arm(double at);
@@ -254,10 +284,11 @@ class Core : public std::enable_shared_from_this<Core> {
     struct Read {
         Link* link;
         std::vector<Message> messages;
-        bool broken = false;
+        bool broken = false, final = false;
         std::string why;
     };
-    void read(Read& read);
+    void read(Read& read, const std::string* first = nullptr);
+    void handle(Read& read);
     bool receive(Read& read);
     void send_to_self(Link& link, Frame& frame);
     void watch(Link& link, bool writable);
@@ -274,6 +305,8 @@ class Core : public std::enable_shared_from_this<Core> {
     void deliver(Link& link, Message message);
     void hand_out(Link& link, Message message);
     void advance(Link& link);
+    Link* put_back(Message& message);
+    void look_for_room();
     void answer_came(Message message);
     void letter_came(Link& link, Message message);
     void cancel_came(Link& link, uint64_t number);
@@ -292,6 +325,7 @@ class Core : public std::enable_shared_from_this<Core> {
     std::deque<std::pair<double, uint64_t>> lying_;
     std::deque<Work> queue_;
     size_t queue_limit_ = std::numeric_limits<size_t>::max();
+    bool full_ = false;  // some link is
     std::deque<Message> events_;
     bool events_rung_ = false, pump_wanted_ = false;
 
@@ -307,8 +341,8 @@ class Core : public std::enable_shared_from_this<Core> {
     double last_ = 0, gap_ = 0, seen_ = 0;
     std::atomic<double> due_{NEVER};
     bool rung_ = false;  // something came, and nobody has read it
-    int ready_fd_ = -1;  // an epoll of all links
-    int events_bell_ = -1;
+    Descriptor ready_fd_;  // an epoll of all links
+    Descriptor events_bell_;
     int inside_ = 0;
     std::atomic<bool> stopped_{false};
 

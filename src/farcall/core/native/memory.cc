@@ -79,6 +79,8 @@ size_t Pool::unused() const {
     return unused_;
 }
 
-Pool::~Pool() { trim(); }
+Pool::~Pool() {
+    if (forks_ == forks()) trim();
+}
 
 }  // namespace farcall

@@ -4,12 +4,14 @@
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
+#include <errno.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <cstddef>
 #include <cstring>
 #include <new>
+#include <system_error>
 
 #include "core.h"
 
@@ -20,7 +22,7 @@ namespace {
 constexpr double PATIENCE = 0.03;  // of the main thread, which must look for signals
 
 struct State {
-    PyObject *arrived, *counts, *error, *stopped;
+    PyObject *arrived, *counts, *traffic, *error, *stopped;
     PyTypeObject *memory, *handle;
 };
 State state;
@@ -37,12 +39,43 @@ struct CoreObject {
 // thread that comes back while the interpreter ends is unwound from here.
 class WithoutInterpreter {
    public:
-    WithoutInterpreter() : thread_(PyEval_SaveThread()) {}
-    ~WithoutInterpreter() noexcept(false) { PyEval_RestoreThread(thread_); }
+    WithoutInterpreter() : thread_(PyEval_SaveThread()) { is_outside = true; }
+    ~WithoutInterpreter() noexcept(false) {
+        PyEval_RestoreThread(thread_);
+        is_outside = false;
+    }
+    static thread_local bool is_outside;  // also of a thread that is unwound
 
    private:
     PyThreadState* thread_;
 };
+thread_local bool WithoutInterpreter::is_outside = false;
+
+// No exception of the core's gets into Python's own code. (What unwinds a thread is none of `std`'s, and passes.)
+template <class Function>
+PyObject* without_exceptions(const Function& function) {
+    try {
+        return function();
+    } catch (const std::bad_alloc&) {
+        return PyErr_NoMemory();
+    } catch (const std::system_error& error) {
+        errno = error.code().value();
+        return PyErr_SetFromErrno(PyExc_OSError);
+    } catch (const std::exception& error) {
+        PyErr_SetString(state.error, error.what());
+        return nullptr;
+    }
+}
+
+template <auto Method>
+PyObject* safe(PyObject* self, PyObject* args) {
+    return without_exceptions([=] { return Method(self, args); });
+}
+
+template <auto Method>
+PyObject* safe_with_keywords(PyObject* self, PyObject* args, PyObject* keywords) {
+    return without_exceptions([=] { return Method(self, args, keywords); });
+}
 
 bool is_main_thread() {
     static thread_local unsigned asked = ~0u;
@@ -97,14 +130,14 @@ struct HandleObject {
     PyObject_HEAD
     PyObject* core;
     bool is_placed;
-    Message message;  // for `pause_behind`; its payload and buffers are shared with what was handed out
+    Content message;  // for `defer` and `pause_behind`; its memory is shared with what was handed out
 };
 
 void handle_dealloc(PyObject* self) {
     auto* handle = reinterpret_cast<HandleObject*>(self);
     auto* owner = reinterpret_cast<CoreObject*>(handle->core);
     if (!handle->is_placed && owner->core && owner->forks == forks()) owner->core->abandon(handle->message.link);
-    handle->message.~Message();
+    handle->message.~Content();
     PyTypeObject* type = Py_TYPE(self);
     Py_DECREF(handle->core);
     reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
@@ -115,23 +148,15 @@ PyType_Slot handle_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(handle_dea
 PyType_Spec handle_spec = {"farcall.core._core.Handle", sizeof(HandleObject), 0,
                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, handle_slots};
 
-PyObject* make_handle(CoreObject* core, const Message& message) {
+// Takes the message, but for its descriptor; payload and buffers are shared with what is handed out.
+PyObject* make_handle(CoreObject* core, Message& message) {
     auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(state.handle, Py_tp_alloc));
     PyObject* made = allocate(state.handle, 0);
     if (!made) return nullptr;
     auto* handle = reinterpret_cast<HandleObject*>(made);
     handle->core = Py_NewRef(reinterpret_cast<PyObject*>(core));
     handle->is_placed = false;
-    new (&handle->message) Message();
-    handle->message.kind = message.kind;
-    handle->message.flags = message.flags;
-    handle->message.link = message.link;
-    handle->message.number = message.number;
-    handle->message.text = message.text;
-    handle->message.function_bytes = message.function_bytes;
-    handle->message.notes_bytes = message.notes_bytes;
-    handle->message.payload = message.payload;
-    handle->message.buffers = message.buffers;
+    new (&handle->message) Content(message);
     return made;
 }
 
@@ -156,6 +181,21 @@ PyObject* buffers_of(Message& message) {
     return list;
 }
 
+// Takes the items. Null where one of them is.
+template <size_t Count>
+PyObject* sequence_of(PyObject* type, PyObject* (&items)[Count]) {
+    bool complete = true;
+    for (PyObject* item : items) complete &= item != nullptr;
+    PyObject* made = complete ? PyStructSequence_New(reinterpret_cast<PyTypeObject*>(type)) : nullptr;
+    for (size_t i = 0; i < Count; i++) {
+        if (made)
+            PyStructSequence_SetItem(made, static_cast<Py_ssize_t>(i), items[i]);
+        else
+            Py_XDECREF(items[i]);
+    }
+    return made;
+}
+
 PyObject* arrived(CoreObject* core, Message& message) {
     const char* text = message.text.data();
     size_t notes_at = message.function_bytes, payload_at = notes_at + message.notes_bytes;
@@ -174,18 +214,21 @@ PyObject* arrived(CoreObject* core, Message& message) {
         buffers_of(message),
         is_marked ? make_handle(core, message) : Py_NewRef(Py_None),
         PyLong_FromLong(message.descriptor.release()),
+        PyFloat_FromDouble(message.at),
     };
-    constexpr Py_ssize_t count = sizeof items / sizeof *items;
-    bool complete = true;
-    for (PyObject* item : items) complete &= item != nullptr;
-    PyObject* made = complete ? PyStructSequence_New(reinterpret_cast<PyTypeObject*>(state.arrived)) : nullptr;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        if (made)
-            PyStructSequence_SetItem(made, i, items[i]);
-        else
-            Py_XDECREF(items[i]);
+    return sequence_of(state.arrived, items);
+}
+
+template <class Messages>
+PyObject* list_of(CoreObject* core, Messages& messages) {
+    PyObject* list = PyList_New(0);
+    for (auto& message : messages) {
+        PyObject* item = arrived(core, message);
+        if (!list || !item || PyList_Append(list, item)) Py_CLEAR(list);
+        Py_XDECREF(item);
+        if (!list) break;
     }
-    return made;
+    return list;
 }
 
 // ---------------------------------------------------------------------- pumps
@@ -285,6 +328,7 @@ class Pieces {
     }
     bool empty() const { return buffers_.empty(); }
     void release() {
+        if (WithoutInterpreter::is_outside) return;
         for (auto& buffer : buffers_) PyBuffer_Release(&buffer);
         buffers_.clear();
     }
@@ -334,7 +378,13 @@ Left send(Core* core, uint32_t link, Frame& frame, bool patient, bool more, doub
         sending->wake = [self = this_waiter().shared_from_this()] { self->ring(); };
     }
     for (;;) {
-        Core::Sent sent = core->queue(link, frame, patient, sending);
+        Core::Sent sent;
+        if (is_large) {  // to oneself, it is copied
+            WithoutInterpreter none;
+            sent = core->queue(link, frame, patient, sending);
+        } else {
+            sent = core->queue(link, frame, patient, sending);
+        }
         if (sent == Core::Sent::ENDED) return Left::ENDED;
         if (sent == Core::Sent::REFUSED) return Left::REFUSED;
         if (sent == Core::Sent::YES) break;
@@ -372,11 +422,6 @@ Left send(Core* core, uint32_t link, Frame& frame, bool patient, bool more, doub
     }
 }
 
-PyObject* outcome(CoreObject* self, uint8_t kind, uint32_t link, uint64_t number, uint32_t flags) {
-    Message message = news(kind, link, number, flags);
-    return arrived(self, message);
-}
-
 void forget(Core* core, uint64_t number) {
     void* value;
     {
@@ -384,6 +429,21 @@ void forget(Core* core, uint64_t number) {
         value = core->cancel(number);
     }
     Py_XDECREF(static_cast<PyObject*>(value));
+}
+
+// The same of a call's request: where there is no memory for it, the call is over.
+Left send(Core* core, uint32_t link, Frame& frame, bool patient, bool more, double deadline, uint64_t call) {
+    try {
+        return send(core, link, frame, patient, more, deadline);
+    } catch (const std::exception&) {
+        if (call) forget(core, call);
+        throw;
+    }
+}
+
+PyObject* outcome(CoreObject* self, uint8_t kind, uint32_t link, uint64_t number, uint32_t flags) {
+    Message message = news(kind, link, number, flags);
+    return arrived(self, message);
 }
 
 // Wait for an answer; with `forgets`, the call is over however that ends.
@@ -412,7 +472,10 @@ PyObject* wait_for(CoreObject* self, uint32_t link, uint64_t number, double dead
             forget(self->core, number);
             PyErr_Restore(type, what, trace);
         }
-        if (end == End::SIGNAL) return nullptr;
+        if (end == End::SIGNAL) {
+            if (!forgets) self->core->forsake(number);
+            return nullptr;
+        }
         if (end == End::STOPPED) {
             PyErr_SetString(state.stopped, "this core was stopped");
             return nullptr;
@@ -439,7 +502,7 @@ PyObject* core_call(PyObject* self, PyObject* args, PyObject* keywords) {
     if (!number) return outcome(object, ENDED, link, 0, NOT_SENT);
     Frame frame{std::string(head, static_cast<size_t>(size)), pieces.spans(), Descriptor()};
     name_call(frame.head, number);
-    Left left = send(core, link, frame, true, false, deadline);
+    Left left = send(core, link, frame, true, false, deadline, number);
     if (left == Left::YES) return wait_for(object, link, number, deadline, true);
     PyObject *type, *what, *trace;
     PyErr_Fetch(&type, &what, &trace);
@@ -479,7 +542,7 @@ PyObject* core_post(PyObject* self, PyObject* args, PyObject* keywords) {
         if (!number) return refuse("the link has ended: not sent");
         name_call(frame.head, number);
     }
-    Left left = send(core, link, frame, patient, more, deadline);
+    Left left = send(core, link, frame, patient, more, deadline, number);
     if (left == Left::YES) return PyLong_FromUnsignedLongLong(number);
     PyObject *type, *what, *trace;
     PyErr_Fetch(&type, &what, &trace);
@@ -523,11 +586,16 @@ PyObject* core_open_link(PyObject* self, PyObject* args) {
     return core ? PyLong_FromUnsignedLong(core->open_link(to_self)) : nullptr;
 }
 
-PyObject* core_attach(PyObject* self, PyObject* args) {
+PyObject* core_attach(PyObject* self, PyObject* args, PyObject* keywords) {
     unsigned int link;
     PyObject *connection, *instead = nullptr;
     unsigned long long received = 0;
-    if (!PyArg_ParseTuple(args, "IO|KO:attach", &link, &connection, &received, &instead)) return nullptr;
+    const char* first = "";
+    Py_ssize_t first_size = 0;
+    static const char* names[] = {"link", "connection", "received", "replacements", "first", nullptr};
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "IO|KOy#:attach", const_cast<char**>(names), &link, &connection,
+                                     &received, &instead, &first, &first_size))
+        return nullptr;
     Core* core = core_of(self);
     if (!core) return nullptr;
     std::vector<std::string> replacements;
@@ -557,12 +625,14 @@ PyObject* core_attach(PyObject* self, PyObject* args) {
         return nullptr;
     }
     bool good;
+    uint64_t again = 0;
+    std::string before(first, static_cast<size_t>(first_size));
     {
         WithoutInterpreter none;
-        good = core->attach(link, static_cast<int>(fd), std::move(pump), received, std::move(replacements));
+        good = core->attach(link, static_cast<int>(fd), std::move(pump), received, std::move(replacements), before, &again);
     }
     if (!good) return refuse("the link has ended, or the peer counts frames that cannot be");
-    Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(again);
 }
 
 PyObject* core_lost(PyObject* self, PyObject* args) {
@@ -603,9 +673,36 @@ PyObject* of_link(PyObject* self, PyObject* argument) {
             WithoutInterpreter none;
             result = (core->*Method)(static_cast<uint32_t>(link));
         }
-        if constexpr (std::is_floating_point_v<Result>) return PyFloat_FromDouble(result);
-        return PyLong_FromUnsignedLongLong(static_cast<unsigned long long>(result));
+        return PyLong_FromUnsignedLongLong(result);
     }
+}
+
+PyObject* core_send_last(PyObject* self, PyObject* args) {
+    unsigned int link;
+    const char* bytes;
+    Py_ssize_t size;
+    long long received = -1;
+    if (!PyArg_ParseTuple(args, "Iy#|L:send_last", &link, &bytes, &size, &received)) return nullptr;
+    Core* core = core_of(self);
+    if (!core || !is_frame(bytes, size)) return nullptr;
+    return PyBool_FromLong(core->send_last(link, std::string(bytes, static_cast<size_t>(size)), received));
+}
+
+PyObject* core_traffic(PyObject* self, PyObject* argument) {
+    unsigned long link = PyLong_AsUnsignedLong(argument);
+    Core* core = PyErr_Occurred() ? nullptr : core_of(self);
+    if (!core) return nullptr;
+    Traffic traffic;
+    {
+        WithoutInterpreter none;
+        traffic = core->traffic(static_cast<uint32_t>(link));
+    }
+    PyObject* items[] = {
+        PyLong_FromUnsignedLongLong(traffic.sent_bytes), PyLong_FromUnsignedLongLong(traffic.received_bytes),
+        PyLong_FromUnsignedLongLong(traffic.frames),     PyLong_FromUnsignedLongLong(traffic.unsent_bytes),
+        PyLong_FromUnsignedLongLong(traffic.held),       PyFloat_FromDouble(traffic.heard),
+    };
+    return sequence_of(state.traffic, items);
 }
 
 HandleObject* handle_of(PyObject* argument) {
@@ -628,14 +725,15 @@ PyObject* core_placed(PyObject* self, PyObject* argument) {
     Py_RETURN_NONE;
 }
 
-PyObject* core_pause_behind(PyObject* self, PyObject* argument) {
+template <auto Method>
+PyObject* put_back(PyObject* self, PyObject* argument) {
     HandleObject* handle = handle_of(argument);
     Core* core = handle ? core_of(self) : nullptr;
     if (!core) return nullptr;
     handle->is_placed = true;
-    uint32_t link = handle->message.link;
-    core->pause_behind(link, std::move(handle->message));
-    handle->message = Message();
+    Message message;
+    static_cast<Content&>(message) = std::move(handle->message);
+    (core->*Method)(std::move(message));
     Py_RETURN_NONE;
 }
 
@@ -777,25 +875,26 @@ PyObject* core_events(PyObject* self, PyObject*) {
         WithoutInterpreter none;
         core->take_events(messages);
     }
-    PyObject* list = PyList_New(0);
-    for (auto& message : messages) {
-        PyObject* item = arrived(reinterpret_cast<CoreObject*>(self), message);
-        if (!list || !item || PyList_Append(list, item)) Py_CLEAR(list);
-        Py_XDECREF(item);
-        if (!list) return nullptr;
-    }
-    return list;
+    return list_of(reinterpret_cast<CoreObject*>(self), messages);
+}
+
+PyObject* core_queued(PyObject* self, PyObject*) {
+    Core* core = core_of(self);
+    if (!core) return nullptr;
+    auto messages = core->queued();
+    return list_of(reinterpret_cast<CoreObject*>(self), messages);
 }
 
 PyObject* core_counts(PyObject* self, PyObject*) {
     Core* core = core_of(self);
     if (!core) return nullptr;
     Counts counts = core->counts();
-    PyObject* made = PyStructSequence_New(reinterpret_cast<PyTypeObject*>(state.counts));
-    if (!made) return nullptr;
-    uint64_t values[] = {counts.pending, counts.queued, counts.running, counts.last_call, counts.last_request};
-    for (Py_ssize_t i = 0; i < 5; i++) PyStructSequence_SetItem(made, i, PyLong_FromUnsignedLongLong(values[i]));
-    return made;
+    PyObject* items[] = {
+        PyLong_FromUnsignedLongLong(counts.pending),      PyLong_FromUnsignedLongLong(counts.queued),
+        PyLong_FromUnsignedLongLong(counts.running),      PyLong_FromUnsignedLongLong(counts.last_call),
+        PyLong_FromUnsignedLongLong(counts.last_request),
+    };
+    return sequence_of(state.counts, items);
 }
 
 PyObject* core_trim(PyObject* self, PyObject*) {
@@ -838,71 +937,81 @@ PyObject* core_new(PyTypeObject* type, PyObject* args, PyObject* keywords) {
         PyErr_SetString(PyExc_ValueError, "a core's limits are not negative");
         return nullptr;
     }
-    auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
-    PyObject* made = allocate(type, 0);
-    if (!made) return nullptr;
-    auto* object = reinterpret_cast<CoreObject*>(made);
-    object->forks = forks();
-    object->is_stopped = false;
-    object->owner = new std::shared_ptr<Core>(
-        std::make_shared<Core>(static_cast<size_t>(memory_limit), static_cast<size_t>(backlog_limit), busy_wait_s));
-    object->core = object->owner->get();
-    return made;
+    return without_exceptions([=]() -> PyObject* {
+        auto core = std::make_shared<Core>(static_cast<size_t>(memory_limit), static_cast<size_t>(backlog_limit), busy_wait_s);
+        auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
+        PyObject* made = allocate(type, 0);
+        if (!made) return nullptr;
+        auto* object = reinterpret_cast<CoreObject*>(made);
+        object->forks = forks();
+        object->is_stopped = false;
+        object->core = core.get();
+        object->owner = new std::shared_ptr<Core>(std::move(core));
+        return made;
+    });
 }
 
 void core_dealloc(PyObject* self) {
     auto* object = reinterpret_cast<CoreObject*>(self);
+    PyObject *type, *what, *trace;  // of whoever dropped it, for tasks have destructors, too
+    PyErr_Fetch(&type, &what, &trace);
     Py_XDECREF(core_stop(self, nullptr));
+    PyErr_Restore(type, what, trace);
     if (object->core && object->forks == forks()) {
         auto* owner = object->owner;
         WithoutInterpreter none;
         delete owner;
     }
-    PyTypeObject* type = Py_TYPE(self);
-    reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
-    Py_DECREF(type);
+    PyTypeObject* own_type = Py_TYPE(self);
+    reinterpret_cast<freefunc>(PyType_GetSlot(own_type, Py_tp_free))(self);
+    Py_DECREF(own_type);
 }
 
-#define WITH_KEYWORDS(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_VARARGS | METH_KEYWORDS, nullptr
+#define WITH_KEYWORDS(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(safe_with_keywords<function>)), METH_VARARGS | METH_KEYWORDS, nullptr
 
 PyMethodDef core_methods[] = {
-    {"open_link", core_open_link, METH_VARARGS, nullptr},
-    {"attach", core_attach, METH_VARARGS, nullptr},
-    {"detach", of_link<&Core::detach>, METH_O, nullptr},
-    {"lost", core_lost, METH_VARARGS, nullptr},
-    {"admit", of_link<&Core::admit>, METH_O, nullptr},
-    {"pause_behind", core_pause_behind, METH_O, nullptr},
-    {"unpause", of_link<&Core::unpause>, METH_O, nullptr},
-    {"placed", core_placed, METH_O, nullptr},
-    {"end_sending", of_link<&Core::end_sending>, METH_O, nullptr},
-    {"end", of_link<&Core::end_link>, METH_O, nullptr},
-    {"heard", of_link<&Core::heard>, METH_O, nullptr},
-    {"unsent", of_link<&Core::unsent>, METH_O, nullptr},
-    {"flush", of_link<static_cast<void (Core::*)(uint32_t)>(&Core::drain)>, METH_O, nullptr},
+    {"open_link", safe<core_open_link>, METH_VARARGS, nullptr},
+    {"attach", WITH_KEYWORDS(core_attach)},
+    {"detach", safe<of_link<&Core::detach>>, METH_O, nullptr},
+    {"lost", safe<core_lost>, METH_VARARGS, nullptr},
+    {"admit", safe<of_link<&Core::admit>>, METH_O, nullptr},
+    {"pause_behind", safe<put_back<&Core::pause_behind>>, METH_O, nullptr},
+    {"unpause", safe<of_link<&Core::unpause>>, METH_O, nullptr},
+    {"defer", safe<put_back<&Core::defer>>, METH_O, nullptr},
+    {"recall", safe<of_link<&Core::recall>>, METH_O, nullptr},
+    {"placed", safe<core_placed>, METH_O, nullptr},
+    {"end_sending", safe<of_link<&Core::end_sending>>, METH_O, nullptr},
+    {"end", safe<of_link<&Core::end_link>>, METH_O, nullptr},
+    {"sleep", safe<of_link<&Core::sleep>>, METH_O, nullptr},
+    {"send_last", safe<core_send_last>, METH_VARARGS, nullptr},
+    {"go_on", safe<of_link<&Core::go_on>>, METH_O, nullptr},
+    {"traffic", safe<core_traffic>, METH_O, nullptr},
+    {"flush", safe<of_link<static_cast<void (Core::*)(uint32_t)>(&Core::drain)>>, METH_O, nullptr},
     {"call", WITH_KEYWORDS(core_call)},
     {"post", WITH_KEYWORDS(core_post)},
     {"answer", WITH_KEYWORDS(core_answer)},
-    {"finished", of_number<&Core::finished>, METH_VARARGS, nullptr},
-    {"wait", core_wait, METH_VARARGS, nullptr},
-    {"done", core_done, METH_O, nullptr},
-    {"tell", core_tell, METH_O, nullptr},
-    {"settle", core_settle, METH_VARARGS, nullptr},
-    {"cancel", core_cancel, METH_O, nullptr},
-    {"open_slot", of_number<&Core::open_slot>, METH_VARARGS, nullptr},
-    {"close_slot", of_number<&Core::close_slot>, METH_VARARGS, nullptr},
-    {"wake", of_number<&Core::wake_slot>, METH_VARARGS, nullptr},
-    {"take", core_take, METH_VARARGS, nullptr},
-    {"next", core_next, METH_VARARGS, nullptr},
-    {"work", core_work, METH_O, nullptr},
-    {"begin_wait", plain<&Core::begin_wait>, METH_NOARGS, nullptr},
-    {"end_wait", plain<&Core::end_wait>, METH_NOARGS, nullptr},
-    {"limit_queue", core_limit_queue, METH_O, nullptr},
-    {"fileno", core_fileno, METH_NOARGS, nullptr},
-    {"events", core_events, METH_NOARGS, nullptr},
-    {"counts", core_counts, METH_NOARGS, nullptr},
-    {"trim", core_trim, METH_NOARGS, nullptr},
-    {"stop", core_stop, METH_NOARGS, nullptr},
-    {"close_after_fork", core_close_after_fork, METH_NOARGS, nullptr},
+    {"finished", safe<of_number<&Core::finished>>, METH_VARARGS, nullptr},
+    {"wait", safe<core_wait>, METH_VARARGS, nullptr},
+    {"done", safe<core_done>, METH_O, nullptr},
+    {"tell", safe<core_tell>, METH_O, nullptr},
+    {"settle", safe<core_settle>, METH_VARARGS, nullptr},
+    {"cancel", safe<core_cancel>, METH_O, nullptr},
+    {"open_slot", safe<of_number<&Core::open_slot>>, METH_VARARGS, nullptr},
+    {"close_slot", safe<of_number<&Core::close_slot>>, METH_VARARGS, nullptr},
+    {"wake", safe<of_number<&Core::wake_slot>>, METH_VARARGS, nullptr},
+    {"take", safe<core_take>, METH_VARARGS, nullptr},
+    {"next", safe<core_next>, METH_VARARGS, nullptr},
+    {"work", safe<core_work>, METH_O, nullptr},
+    {"begin_wait", safe<plain<&Core::begin_wait>>, METH_NOARGS, nullptr},
+    {"end_wait", safe<plain<&Core::end_wait>>, METH_NOARGS, nullptr},
+    {"limit_queue", safe<core_limit_queue>, METH_O, nullptr},
+    {"queued", safe<core_queued>, METH_NOARGS, nullptr},
+    {"fileno", safe<core_fileno>, METH_NOARGS, nullptr},
+    {"events", safe<core_events>, METH_NOARGS, nullptr},
+    {"counts", safe<core_counts>, METH_NOARGS, nullptr},
+    {"trim", safe<core_trim>, METH_NOARGS, nullptr},
+    {"stop", safe<core_stop>, METH_NOARGS, nullptr},
+    {"close_after_fork", safe<core_close_after_fork>, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -915,11 +1024,15 @@ PyType_Spec core_spec = {"farcall.core._core.Core", sizeof(CoreObject), 0, Py_TP
 PyStructSequence_Field arrived_fields[] = {{"kind", nullptr},    {"flags", nullptr},   {"link", nullptr},
                                            {"number", nullptr},  {"function", nullptr}, {"notes", nullptr},
                                            {"payload", nullptr}, {"buffers", nullptr}, {"handle", nullptr},
-                                           {"descriptor", nullptr}, {nullptr, nullptr}};
-PyStructSequence_Desc arrived_description = {"farcall.core._core.Arrived", nullptr, arrived_fields, 10};
+                                           {"descriptor", nullptr}, {"at", nullptr},   {nullptr, nullptr}};
+PyStructSequence_Desc arrived_description = {"farcall.core._core.Arrived", nullptr, arrived_fields, 11};
 PyStructSequence_Field counts_fields[] = {{"pending", nullptr},   {"queued", nullptr},       {"running", nullptr},
                                           {"last_call", nullptr}, {"last_request", nullptr}, {nullptr, nullptr}};
 PyStructSequence_Desc counts_description = {"farcall.core._core.Counts", nullptr, counts_fields, 5};
+PyStructSequence_Field traffic_fields[] = {{"sent_bytes", nullptr},   {"received_bytes", nullptr}, {"frames", nullptr},
+                                           {"unsent_bytes", nullptr}, {"held", nullptr},           {"heard", nullptr},
+                                           {nullptr, nullptr}};
+PyStructSequence_Desc traffic_description = {"farcall.core._core.Traffic", nullptr, traffic_fields, 6};
 
 // The errors are those of contract.py, so that whoever catches them need not know which core raised them.
 PyObject* set_errors(PyObject*, PyObject* args) {
@@ -944,9 +1057,10 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__core() {
     state.handle = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&handle_spec));
     state.arrived = reinterpret_cast<PyObject*>(PyStructSequence_NewType(&arrived_description));
     state.counts = reinterpret_cast<PyObject*>(PyStructSequence_NewType(&counts_description));
+    state.traffic = reinterpret_cast<PyObject*>(PyStructSequence_NewType(&traffic_description));
     state.error = state.stopped = Py_NewRef(PyExc_RuntimeError);
     PyObject* core = PyType_FromSpec(&core_spec);
-    if (!state.memory || !state.handle || !state.arrived || !state.counts || !core ||
+    if (!state.memory || !state.handle || !state.arrived || !state.counts || !state.traffic || !core ||
         PyModule_AddObjectRef(module, "Core", core) || PyModule_AddObjectRef(module, "Arrived", state.arrived)) {
         Py_DECREF(module);
         return nullptr;

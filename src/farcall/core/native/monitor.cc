@@ -1,5 +1,6 @@
 #include "monitor.h"
 
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/epoll.h>
@@ -28,31 +29,38 @@ unsigned forks() {
     return forks_so_far;
 }
 
+// Never destroyed: its thread may outlive `main`. A forked child has another: threads of its parent's may have held this
+// one's mutexes.
 Monitor& Monitor::instance() {
-    static auto* monitor = new Monitor;  // never destroyed: its thread may outlive `main`
+    static std::mutex making;
+    static std::atomic<Monitor*> monitor{nullptr};
+    static std::atomic<unsigned> made_after{0};
+    if (monitor && made_after == forks()) return *monitor;
+    std::lock_guard<std::mutex> hold(making);
+    if (!monitor || made_after != forks()) {
+        monitor = new Monitor;
+        made_after = forks();
+    }
     return *monitor;
 }
 
 void Monitor::start() {
-    if (runs_ && forks_ == forks()) return;
-    cores_.clear();
-    events_ = epoll_create1(EPOLL_CLOEXEC);
-    timer_ = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC);
+    if (runs_) return;
+    Descriptor events(checked(epoll_create1(EPOLL_CLOEXEC)));
+    Descriptor timer(checked(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)));
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.ptr = nullptr;
-    epoll_ctl(events_, EPOLL_CTL_ADD, timer_, &event);
-    set_for_ = NEVER;
-    runs_ = true;
-    forks_ = forks();
+    epoll_ctl(events.get(), EPOLL_CTL_ADD, timer.get(), &event);
+    events_ = events.get();
+    timer_ = timer.get();
     std::thread([this] { run(); }).detach();
+    events.release();
+    timer.release();
+    runs_ = true;
 }
 
 void Monitor::add(Core* core, int ready_fd) {
-    if (runs_ && forks_ != forks()) {  // threads of the parent's may have held them
-        new (&mutex_) std::mutex;
-        new (&clock_mutex_) std::mutex;
-    }
     std::lock_guard<std::mutex> hold(mutex_);
     start();
     epoll_event event{};
@@ -77,8 +85,9 @@ void Monitor::set_bell(Core* core, int ready_fd, bool on) {
 
 void Monitor::wake_at(double time) {
     std::lock_guard<std::mutex> hold(clock_mutex_);
-    if (time >= set_for_) return;
-    set_for_ = time;
+    if (time >= awake_at_) return;
+    awake_at_ = time;
+    if (time == -NEVER) return;
     itimerspec when{};
     double whole = std::floor(std::max(time, 1e-9));
     when.it_value = {static_cast<time_t>(whole), static_cast<long>((time - whole) * 1e9)};
@@ -92,25 +101,31 @@ void Monitor::run() {
     pthread_sigmask(SIG_BLOCK, &all, nullptr);
     prctl(PR_SET_TIMERSLACK, 1);
     pthread_setname_np(pthread_self(), "farcall-monitor");
-    const unsigned born = forks();
-    while (born == forks()) {
+    double next = 0;
+    for (;;) {
         epoll_event events[64];
-        int count = epoll_wait(events_, events, 64, -1);
+        double time = now();
+        timespec pause{};
+        if (next > time) pause = {static_cast<time_t>(next - time), static_cast<long>(std::fmod(next - time, 1) * 1e9)};
+        pollfd wanted{events_, POLLIN, 0};
+        int count = ppoll(&wanted, 1, next == NEVER ? nullptr : &pause, nullptr);
+        if (count > 0) count = epoll_wait(events_, events, 64, 0);
         std::lock_guard<std::mutex> hold(mutex_);
-        {
-            std::lock_guard<std::mutex> clock(clock_mutex_);
-            uint64_t ticks;
-            (void)!::read(timer_, &ticks, sizeof ticks);
-            set_for_ = NEVER;
-        }
-        double time = now(), next = NEVER;
+        wake_at(-NEVER);  // while it looks, nobody needs to wake it
+        time = now();
         for (Core* core : cores_) {
             bool rung = false;
             for (int i = 0; i < count; i++) rung |= events[i].data.ptr == core;
             if (rung || core->due() <= time) core->tick(time, rung);
-            next = std::min(next, core->due());
         }
-        if (next < NEVER) wake_at(next);
+        for (int i = 0; i < count; i++) {
+            uint64_t ticks;
+            if (!events[i].data.ptr) (void)!::read(timer_, &ticks, sizeof ticks);
+        }
+        std::lock_guard<std::mutex> clock(clock_mutex_);
+        next = NEVER;
+        for (Core* core : cores_) next = std::min(next, core->due());
+        awake_at_ = next;
     }
 }
 

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <limits>
 #include <mutex>
 #include <vector>
 
@@ -29,10 +30,9 @@ class Monitor {
     std::mutex mutex_;  // the cores; held in their `tick`
     std::vector<Core*> cores_;
     bool runs_ = false;
-    unsigned forks_ = 0;
     int events_ = -1, timer_ = -1;
     std::mutex clock_mutex_;
-    double set_for_ = 0;
+    double awake_at_ = -std::numeric_limits<double>::infinity();  // its thread looks no later; at once while it does
 };
 
 }  // namespace farcall

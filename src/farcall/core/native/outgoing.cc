@@ -60,6 +60,12 @@ bool Outgoing::give_up(const std::shared_ptr<Sending>& sending) {
     return false;
 }
 
+bool Outgoing::put_last(std::string frame, int64_t received) {
+    if (!empty() || rests_ || (received >= 0 && static_cast<uint64_t>(received) != written_)) return false;
+    put(std::move(frame));
+    return rests_ = true;
+}
+
 void Outgoing::put_abandonment(uint32_t slot) {
     Header header = header_of(CHUNK, slot | ABANDONED, 0);
     put(std::string(reinterpret_cast<char*>(&header), sizeof header));
@@ -157,7 +163,7 @@ bool Outgoing::begin_chunk() {
 
 size_t Outgoing::next(iovec* spans, size_t most, int& descriptor) {
     // A begun chunk goes to its end first; then small frames; then the next chunk.
-    if (wire_.empty() || !wire_.back().large) {
+    if (!rests_ && (wire_.empty() || !wire_.back().large)) {
         for (size_t taken = 0; !small_.empty() && taken < LARGEST_CHUNK; small_.pop_front()) {
             Small& first = small_.front();
             queued_bytes_ -= first.frame.size();
@@ -217,8 +223,15 @@ void Outgoing::broke() {
     // What is on the wire is kept, too, and comes again from there.
     for (auto& piece : wire_)
         if (piece.large) piece.large->unwritten -= piece.span.size;
+    // A peer that acknowledged what had not left has it no more than we do: its sender must not wait for it.
+    for (auto& piece : wire_) {
+        auto is_it = [&](const Kept& kept) { return kept.large == piece.large; };
+        if (!piece.large || piece.large->at < piece.large->size) continue;
+        if (std::none_of(kept_.begin(), kept_.end(), is_it)) finish(*piece.large, true);
+    }
     wire_.clear();
     wire_bytes_ = 0;
+    rests_ = false;
     chunk_ = 256 * 1024;
 }
 
@@ -276,16 +289,13 @@ std::vector<uint64_t> Outgoing::resume(uint64_t received, std::vector<std::strin
     return replaced;
 }
 
-std::vector<Departed> Outgoing::end() {
-    std::vector<Departed> calls;
-    auto add = [&](const std::string& frame, bool sent) {
-        if (uint64_t call = call_of(frame)) calls.push_back({call, sent});
-    };
+std::unordered_set<uint64_t> Outgoing::end() {
+    std::unordered_set<uint64_t> unsent;
     broke();
-    for (auto& small : small_) add(small.frame, false);
+    for (auto& small : small_) unsent.insert(call_of(small.frame));
     for (auto* messages : {&large_, &turns_})
         for (auto& large : *messages) {
-            add(large->head, false);  // it has not left whole: nobody can run it
+            unsent.insert(call_of(large->head));  // it has not left whole: nobody can run it
             finish(*large, true);
         }
     // The last bytes of others may be on the wire only, or lost after it.
@@ -297,7 +307,7 @@ std::vector<Departed> Outgoing::end() {
     kept_.clear();
     queued_bytes_ = 0;
     std::fill(std::begin(slots_), std::end(slots_), false);
-    return calls;
+    return unsent;
 }
 
 }  // namespace farcall

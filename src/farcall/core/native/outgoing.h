@@ -21,6 +21,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "wire.h"
@@ -39,12 +40,6 @@ struct Span {
     size_t size;
 };
 
-// The call that a frame asks for, if it does; for NOT_SENT.
-struct Departed {
-    uint64_t call;
-    bool sent;
-};
-
 class Outgoing {
    public:
     // Queue a frame without large pieces. `descriptor`: leaves with its first byte.
@@ -54,6 +49,11 @@ class Outgoing {
     // Its sender does not wait any longer, and takes the memory back: no peer gets the message whole.
     // True: so much has left that the rest follows, from a copy.
     bool give_up(const std::shared_ptr<Sending>& sending);
+
+    // Send this frame and nothing else for now, until `go_on` or another connection. False: something waits, or the peer,
+    // with so many frames (-1: unknown), lacks one.
+    bool put_last(std::string frame, int64_t received);
+    void go_on() { rests_ = false; }
 
     // What is to be written next, at most `most` spans; 0: nothing. `descriptor`: to be passed along, or -1.
     size_t next(iovec* spans, size_t most, int& descriptor);
@@ -76,8 +76,8 @@ class Outgoing {
     bool lost(uint64_t received, std::vector<std::string>& heads) const;
     // Another connection: send again what the peer lacks. Returns the calls of replaced messages.
     std::vector<uint64_t> resume(uint64_t received, std::vector<std::string> replacements);
-    // The peer is gone: the calls whose requests are here, and whether they may have come. Keeps nothing.
-    std::vector<Departed> end();
+    // The peer is gone: the calls whose requests it cannot have. Keeps nothing.
+    std::unordered_set<uint64_t> end();
 
    private:
     struct Large {
@@ -124,7 +124,7 @@ class Outgoing {
     size_t queued_bytes_ = 0, wire_bytes_ = 0;
     uint64_t written_ = 0, acknowledged_ = 0;
     size_t chunk_ = 256 * 1024;
-    bool carries_ = false;
+    bool carries_ = false, rests_ = false;
 };
 
 }  // namespace farcall

@@ -47,7 +47,8 @@ uint32_t Core::open_link(bool to_self) {
 
 // ---------------------------------------------------------------------- connections
 
-bool Core::attach(uint32_t id, int fd, std::shared_ptr<Pump> pump, uint64_t received, std::vector<std::string> instead) {
+bool Core::attach(uint32_t id, int fd, std::shared_ptr<Pump> pump, uint64_t received, std::vector<std::string> instead,
+                  const std::string& first, uint64_t* again) {
     auto link = find(id);
     if (!link || link->to_self) {
         close(fd);
@@ -55,17 +56,23 @@ bool Core::attach(uint32_t id, int fd, std::shared_ptr<Pump> pump, uint64_t rece
     }
     close_connection(link);
     std::vector<uint64_t> replaced;
+    Read came{link.get()};
+    uint64_t mine;
     {
         std::unique_lock<std::mutex> hold(link->mutex);
         std::vector<std::string> heads;
-        if (link->ended || !link->outgoing.lost(received, heads)) {
+        if (link->ended || link->fd >= 0 || !link->outgoing.lost(received, heads)) {
             close(fd);
             return false;
         }
         link->fd = fd;
+        mine = ++link->connection;
         link->is_unix = !pump && is_unix_socket(fd);
         link->outgoing.carry_descriptors(link->is_unix);
         link->pump = std::move(pump);
+        link->asleep = false;
+        if (again) *again = link->outgoing.written() - received;
+        if (!first.empty()) read(came, &first);  // not among the attached ones yet, so nobody else reads it
         replaced = link->outgoing.resume(received, std::move(instead));
         drain(*link, std::move(hold));
     }
@@ -75,16 +82,23 @@ bool Core::attach(uint32_t id, int fd, std::shared_ptr<Pump> pump, uint64_t rece
         if (found == calls_.end() || found->second.state != Call::PENDING) continue;
         fail(number, found->second, NOT_SENT);
     }
-    std::lock_guard<std::mutex> sending(link->mutex);  // so that nobody finds the kernel's room used up meanwhile
-    if (link->ended || link->fd != fd) return false;
-    attached_.push_back(link.get());
-    epoll_event event{};
-    event.events = EPOLLIN;
-    if (link->blocked) event.events |= EPOLLOUT;
-    event.data.ptr = link.get();
-    epoll_ctl(ready_fd_, EPOLL_CTL_ADD, fd, &event);
-    if (!owner_) set_bell(true);
-    return true;
+    bool attached;
+    {
+        std::lock_guard<std::mutex> sending(link->mutex);  // so that nobody finds the kernel's room used up meanwhile
+        attached = !link->ended && link->fd >= 0 && link->connection == mine;
+        if (attached) {
+            attached_.push_back(link.get());
+            epoll_event event{};
+            event.events = EPOLLIN;
+            if (link->blocked) event.events |= EPOLLOUT;
+            event.data.ptr = link.get();
+            epoll_ctl(ready_fd_.get(), EPOLL_CTL_ADD, fd, &event);
+        }
+    }
+    came.broken &= attached;
+    handle(came);
+    if (attached) renew_watch();
+    return attached;
 }
 
 uint64_t Core::detach(uint32_t id) {
@@ -101,7 +115,7 @@ void Core::close_connection(const std::shared_ptr<Link>& link) {
         auto at = std::find(attached_.begin(), attached_.end(), link.get());
         if (at != attached_.end()) {
             attached_.erase(at);
-            epoll_ctl(ready_fd_, EPOLL_CTL_DEL, link->fd, nullptr);
+            epoll_ctl(ready_fd_.get(), EPOLL_CTL_DEL, link->fd, nullptr);
         }
     }
     std::shared_ptr<Pump> pump;  // its end may wait for the interpreter: without a mutex
@@ -151,34 +165,30 @@ void Core::end_link(uint32_t id) {
     if (!link) return;
     link->ended = true;
     close_connection(link);
-    std::vector<Departed> departed;
+    std::unordered_set<uint64_t> unsent;
     {
         std::lock_guard<std::mutex> hold(link->mutex);
-        departed = link->outgoing.end();
+        unsent = link->outgoing.end();
         for (Waiter* waiter : link->for_room) waiter->ring();
     }
-    std::unordered_map<uint64_t, bool> sent;
-    for (auto& one : departed) sent[one.call] = one.sent;
     std::lock_guard<std::mutex> hold(mutex_);
     for (auto& [number, call] : calls_) {
         if (call.link != id || call.state != Call::PENDING) continue;
-        auto found = sent.find(number);
-        fail(number, call, found != sent.end() && !found->second ? NOT_SENT : UNKNOWN);
+        fail(number, call, unsent.count(number) ? NOT_SENT : UNKNOWN);
     }
     // What came before the end is still handed out, in its order; requests that nobody has begun are dropped.
     for (auto at = link->requests.begin(); at != link->requests.end();)
-        at = at->second.running ? std::next(at) : link->requests.erase(at);
+        at = at->second.running || at->second.kept ? std::next(at) : link->requests.erase(at);
     for (auto& [number, slot] : link->slots)
-        for (Waiter* waiter : slot.waiting) waiter->ring();
+        for (Waiter* waiter : slot.waiting) waiter->wake();
     link->over = true;
     forget_link(*link);
 }
 
 // A link that has ended is kept until the last of what came over it is finished.
 void Core::forget_link(Link& link) {
-    if (!link.over || link.placing || !link.order.empty() || !link.requests.empty() || !link.slots.empty())
-        return;
-    links_.erase(link.id);
+    bool is_used = link.placing || !link.order.empty() || !link.deferred.empty();
+    if (link.over && !is_used && link.requests.empty() && link.slots.empty()) links_.erase(link.id);
 }
 
 void Core::abandon(uint32_t id) {
@@ -206,14 +216,39 @@ void Core::fail(uint64_t number, Call& call, uint32_t how) {
     }
 }
 
-double Core::heard(uint32_t id) {
+void Core::sleep(uint32_t id) {
     auto link = find(id);
-    return link ? link->heard.load() : -NEVER;
+    if (!link) return;
+    std::unique_lock<std::mutex> hold(link->mutex);
+    link->asleep = true;
+    drain(*link, std::move(hold));
 }
 
-size_t Core::unsent(uint32_t id) {
+bool Core::send_last(uint32_t id, std::string frame, int64_t received) {
     auto link = find(id);
-    return link ? link->backlog.load() : 0;
+    if (!link) return false;
+    std::unique_lock<std::mutex> hold(link->mutex);
+    if (link->fd < 0 || !link->sealed.empty() || !link->outgoing.put_last(std::move(frame), received)) return false;
+    drain(*link, std::move(hold));
+    return true;
+}
+
+void Core::go_on(uint32_t id) {
+    auto link = find(id);
+    if (!link) return;
+    std::unique_lock<std::mutex> hold(link->mutex);
+    link->outgoing.go_on();
+    drain(*link, std::move(hold));
+}
+
+Traffic Core::traffic(uint32_t id) {
+    auto link = find(id);
+    if (!link) return {};
+    std::unique_lock<std::mutex> hold(mutex_);
+    quiesce(hold);
+    std::lock_guard<std::mutex> sending(link->mutex);
+    return {link->sent, link->bytes, link->decoder.count, link->outgoing.bytes(), link->order.size() + link->deferred.size(),
+            link->heard};
 }
 
 // ---------------------------------------------------------------------- sending
@@ -247,6 +282,7 @@ void Core::send_to_self(Link& link, Frame& frame) {
     if (!whole) throw WireError("this is not a whole frame");
     Message message = assembler.release();
     message.descriptor = std::move(frame.descriptor);
+    link.heard = message.at = now();
     std::lock_guard<std::mutex> hold(mutex_);
     deliver(link, std::move(message));
 }
@@ -259,6 +295,12 @@ void Core::drain(uint32_t id) {
 
 // Write what the kernel takes. One thread at a time; others leave their frames to it.
 void Core::drain(Link& link, std::unique_lock<std::mutex> hold) {
+    if (link.asleep && link.fd < 0 && !link.ended && !link.outgoing.empty()) {
+        link.asleep = false;
+        hold.unlock();
+        std::lock_guard<std::mutex> all(mutex_);
+        return put_event(news(WANTED, link.id, 0));
+    }
     if (link.writing || link.blocked || link.fd < 0 || link.held) return;
     link.writing = true;
     while (!link.held && write_once(link, hold)) {
@@ -267,7 +309,6 @@ void Core::drain(Link& link, std::unique_lock<std::mutex> hold) {
     link.backlog = link.outgoing.bytes();
     if (link.backlog <= backlog_limit_ / 2) {
         for (Waiter* waiter : link.for_room) waiter->ring();
-        link.for_room.clear();
     }
     if (link.half_closed && link.outgoing.empty() && link.sealed.empty()) shutdown(link.fd, SHUT_WR);
     if (link.held) link.idle.notify_all();
@@ -276,7 +317,7 @@ void Core::drain(Link& link, std::unique_lock<std::mutex> hold) {
     if (!blocked) return;
     // Whoever reads goes on with it; where nobody does, the bell tells.
     std::lock_guard<std::mutex> all(mutex_);
-    if (!owner_) set_bell(true);
+    renew_watch();
 }
 
 // One system call, or one turn of the pump. False: nothing is left, or the kernel takes no more.
@@ -330,6 +371,7 @@ bool Core::write_once(Link& link, std::unique_lock<std::mutex>& hold) {
     int error = errno;
     hold.lock();
     if (sent >= 0) {
+        link.sent += static_cast<size_t>(sent);
         if (is_sealed) {
             link.sealed_at += static_cast<size_t>(sent);
             if (link.sealed_at == link.sealed.size()) link.sealed.clear();
@@ -353,7 +395,7 @@ void Core::watch(Link& link, bool writable) {
     epoll_event event{};
     event.events = writable ? EPOLLIN | EPOLLOUT : EPOLLIN;
     event.data.ptr = &link;
-    epoll_ctl(ready_fd_, EPOLL_CTL_MOD, link.fd, &event);  // fails harmlessly before `attach` has added it
+    epoll_ctl(ready_fd_.get(), EPOLL_CTL_MOD, link.fd, &event);  // fails harmlessly before `attach` has added it
 }
 
 // The kernel takes bytes again. In the reader's role.

@@ -61,7 +61,7 @@ void Descriptor::reset(int number) {
     number_ = number;
 }
 
-bool Message::has_belongings() const {
+bool Content::has_belongings() const {
     if (flags & (MARKED | CARRIES)) return true;
     return std::any_of(buffers.begin(), buffers.end(), [](const Buffer& buffer) { return !buffer.memory; });
 }
@@ -228,6 +228,15 @@ void Decoder::check(uint32_t number) const {
 }
 
 void Decoder::received(size_t bytes, std::vector<Message>& messages) {
+    try {
+        take(bytes, messages);
+    } catch (...) {  // nothing goes on with half of a message, also not over the next connection
+        if (chunk_ >= 0) slots_[chunk_].reset();
+        throw;
+    }
+}
+
+void Decoder::take(size_t bytes, std::vector<Message>& messages) {
     if (direct_) {
         if (chunk_ >= 0) {
             Assembler& message = *slots_[chunk_];
@@ -279,6 +288,16 @@ void Decoder::received(size_t bytes, std::vector<Message>& messages) {
         end_ -= start_;
         start_ = 0;
         staging_.swap(larger);
+    }
+}
+
+void Decoder::feed(const std::string& bytes, std::vector<Message>& messages) {
+    for (size_t at = 0; at < bytes.size();) {
+        auto [to, size] = room();
+        size_t part = std::min(size, bytes.size() - at);
+        std::memcpy(to, bytes.data() + at, part);
+        at += part;
+        received(part, messages);
     }
 }
 

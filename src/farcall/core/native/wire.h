@@ -31,6 +31,9 @@ enum Kind : uint8_t {
     ENDED,
     DROPPED,
     STARVED,
+    WANTED,
+    FULL,
+    ROOM,
 };
 
 enum : uint32_t {
@@ -38,6 +41,7 @@ enum : uint32_t {
     OWNER = 1u << 30,
     REFUSABLE = 1u << 29,
     CARRIES = 1u << 28,
+    KEPT = 1u << 27,
     ABANDONED = 1u << 31,  // of a chunk: the rest of the message in its slot does not come
 };
 
@@ -98,8 +102,8 @@ class Descriptor {
     int number_ = -1;
 };
 
-// A frame that has come whole.
-struct Message {
+// A frame that has come whole, but for its descriptor, which has one owner.
+struct Content {
     uint8_t kind = 0;
     uint32_t flags = 0;
     uint32_t link = 0;
@@ -108,9 +112,14 @@ struct Message {
     uint32_t function_bytes = 0, notes_bytes = 0;
     Memory payload;  // a large one
     std::vector<Buffer> buffers;
-    Descriptor descriptor;
+    double at = 0;            // when it came
+    bool waited_for = false;  // of an answer: whoever waited for it has it, and its call is over
 
     bool has_belongings() const;  // something that must be declined if nobody takes it
+};
+
+struct Message : Content {
+    Descriptor descriptor;
 };
 
 // One message, from its bytes in order.
@@ -156,12 +165,15 @@ class Decoder {
     std::pair<char*, size_t> room();
     // So many bytes were received there: append the frames that are now complete. Throws `WireError`.
     void received(size_t count, std::vector<Message>& messages);
+    // The same for bytes that are elsewhere.
+    void feed(const std::string& bytes, std::vector<Message>& messages);
     // Another connection: the peer sends the incomplete frame again; messages in chunks go on.
     void restart();
 
     uint64_t count = 0;  // frames that came in full: the number of the next one
 
    private:
+    void take(size_t count, std::vector<Message>& messages);
     void begin_chunk(const Header& header);
     void take_chunk(const char*& at, const char* end, std::vector<Message>& messages);
     void end_chunk();
