@@ -104,7 +104,7 @@ def test_news_that_make_no_sense_are_one_line_of_the_log(
             tag, updates = msgspec.msgpack.decode(encode_message(valid))
             updates[0][0] ^= 1
             packed = msgspec.msgpack.encode([tag, updates])
-        runtime(hostile).peer("w1").send(Frame(CONTROL, payload=packed))
+        runtime_of(hostile).peer("w1").send(Frame(CONTROL, payload=packed))
         wait_until(lambda: "w0" not in [worker.name for worker in one.members()])
         assert other.rpc_sync("w1", name_of_callee) == "it was called"
         assert len(one.members()) == 2
@@ -129,7 +129,7 @@ def test_a_name_is_to_be_had_again_a_while_after_the_death(tmp_path: Path) -> No
 def test_a_refusal_that_cannot_be_read_ends_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind of call reads it at another place; where the reading thread did, the call never ended."""
     with dynamic_team(2, tmp_path) as (caller, hostile):
-        server = runtime(hostile).dispatcher._server
+        server = runtime_of(hostile).dispatcher._server
         nonsense = [b"", b"\xc1", b"\x92\xa1x\x00"]
         for payload in nonsense:
 
@@ -153,12 +153,12 @@ def test_a_stream_that_is_answered_without_its_items_ends_at_its_deadline(
         return [item async for item in stream]
 
     with dynamic_team(2, tmp_path) as (caller, hostile):
-        server = runtime(hostile).dispatcher._server
+        server = runtime_of(hostile).dispatcher._server
         monkeypatch.setattr(server, "accept", lambda peer, frame: peer.send(Frame(RESPONSE, 0, frame.call_id)))
         stream = caller["w1"].options(timeout=0.5).stream(name_of_callee)
         with pytest.raises(RpcTimeout, match=r"more than set timeout \(500 ms\).*not sent all items"):
             asyncio.run(read_all(stream)) if is_awaited else list(stream)
-        assert not runtime(caller).part(Streams).lingering
+        assert not runtime_of(caller).part(Streams).lingering
 
 
 # --- weights -------------------------------------------------------------------------------------------
