@@ -96,7 +96,7 @@ def test_news_that_make_no_sense_are_one_line_of_the_log(
 ) -> None:
     """Buckets that no table has, and a claim with the record of somebody else, who was then probed and not found."""
     with dynamic_team(3, tmp_path) as (hostile, one, other):
-        record = msgspec.structs.replace(runtime(other).membership.me, name="w3", rank=3)
+        record = msgspec.structs.replace(runtime_of(other).membership.me, name="w3", rank=3)
         news = Gossip(()) if what == "record" else Entries((1 << 40,), (), True)
         packed = encode_message(news)
         if what == "record":

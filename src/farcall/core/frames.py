@@ -120,7 +120,7 @@ class Descriptor:
     """A descriptor that closes with its last owner."""
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        self.number: int = number
 
     def release(self) -> int:
         number, self.number = self.number, -1
@@ -158,7 +158,7 @@ class Assembler:
     """One message, from its bytes in order."""
 
     def __init__(self) -> None:
-        self.taken = 0
+        self.taken: int = 0
         """Bytes of the message that have come."""
         self.message: Message | None = None
         """Is there when the last byte is."""
@@ -217,7 +217,7 @@ class Decoder:
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count: int = 0
         """Frames that came in full: the number of the next one."""
         self._slots: list[Assembler | None] = [None] * MAX_SLOTS
         self.restart()

@@ -105,11 +105,11 @@ class Outgoing:
     def __init__(self) -> None:
         self.carries_descriptors = False
         """Does this connection? Where not, a frame leaves without its own; one that is kept can leave with it later."""
-        self.size = 0
+        self.size: int = 0
         """Bytes that wait, but for those of large messages."""
-        self.rests = False
+        self.rests: bool = False
         """Nothing new goes to the wire: see `put_last`."""
-        self.written = 0
+        self.written: int = 0
         """Frames that went to the wire: the number of the next one."""
         self._small: deque[tuple[bytes, Descriptor | None]] = deque()
         self._large: deque[Large] = deque()

@@ -132,7 +132,7 @@ class Sleeper:
     """A thread that waits in the core."""
 
     def __init__(self) -> None:
-        self.rung = False
+        self.rung: bool = False
         self._lock = threading.Lock()
         self._lock.acquire()
 
