@@ -382,9 +382,12 @@ def test_idle_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert fetch(page.url)[0] == 200
 
 
-def test_a_node_serves_it_if_asked_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize("encryption", ["on", "off"])
+def test_a_node_serves_it_if_asked_to_and_it_tells_whether_members_encrypt(tmp_path: Path, encryption: str) -> None:
     options = RpcBackendOptions(
-        init_method=f"file://{tmp_path}/meet", observing=ObservingOptions(dashboard_port=0, observable=False)
+        init_method=f"file://{tmp_path}/meet",
+        observing=ObservingOptions(dashboard_port=0, observable=False),
+        encryption=encryption,
     )
     with farcall.Node("alone", 0, 1, options) as node:
         assert node.dashboard_url is not None
@@ -392,7 +395,9 @@ def test_a_node_serves_it_if_asked_to(tmp_path: Path) -> None:
         def seen() -> bool:
             with urllib.request.urlopen(f"{node.dashboard_url}state.json", timeout=PATIENCE_S) as answer:
                 state = json.load(answer)
-            return [worker["name"] for worker in state["workers"]] == ["alone"] and not state["error"]
+            if [worker["name"] for worker in state["workers"]] != ["alone"] or state["error"]:
+                return False
+            return bool(state["encrypted"] == (encryption == "on"))
 
         wait_for(seen)
         address = node.dashboard_url

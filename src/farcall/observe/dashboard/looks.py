@@ -47,9 +47,10 @@ STOP_S: Final = 5.0
 class Looks:
     """The latest state of a cluster, and its history."""
 
-    def __init__(self, connect: Callable[[], Observer]) -> None:
-        """``connect`` runs on the thread that looks, whenever there is no connection."""
+    def __init__(self, connect: Callable[[], Observer], *, encrypted: bool = True) -> None:
+        """``connect`` runs on the thread that looks, whenever there is no connection. ``encrypted``: between hosts."""
         self._connect = connect
+        self._encrypted = encrypted
         self._observer: Observer | None = None
         self._stopping = threading.Event()
         self._asked = threading.Event()
@@ -139,6 +140,7 @@ class Looks:
         self._state = {
             "error": "",
             "cluster": cluster_title(heard.cluster_id, heard.answers),
+            "encrypted": self._encrypted,
             "number": self._number,
             "looked_at": time.time(),
             "workers": digest.workers(found, heard.silent),
