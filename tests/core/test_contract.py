@@ -209,13 +209,25 @@ def test_what_is_no_frame_is_refused(pair: Pair) -> None:
     assert pair.near.core.counts().pending == 0
 
 
+def test_a_sender_may_number_its_calls(pair: Pair) -> None:
+    core, link = pair.near.core, pair.near.link
+    pair.far.serve()
+    assert core.call(link, *request(number=77)).number == 77
+    assert core.post(link, *request(number=90)) == 90
+    assert core.wait(90).kind == RESPONSE
+    assert core.post(link, *request()) == 91
+
+
 # ---------------------------------------------------------------------- deadlines and cancellations
 
 
 def test_a_call_nobody_answers_is_overdue(pair: Pair) -> None:
     before = monotonic()
-    assert pair.near.call(b"hold", deadline=before + 0.05).kind == OVERDUE
+    overdue = pair.near.call(b"hold", deadline=before + 0.05)
+    assert overdue.kind == OVERDUE
     assert monotonic() < before + AT_ONCE_S
+    assert pair.near.core.counts().pending == 1  # its callee can be asked about it
+    pair.near.core.cancel(overdue.number)
     assert pair.near.core.counts().pending == 0
     pair.near.control(flags=OWNER)
     pair.far.event(CONTROL)  # so the cancellation is there

@@ -8,14 +8,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from time import monotonic
 from typing import Any
 
 import pytest
-from tests.kit.cores import HEADER, VERSION, Pair, connected, frame, implementation
+from tests.kit.cores import HEADER, VERSION, Pair, Side, connected, frame, implementation
 from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
-from farcall.core.contract import ACKNOWLEDGE, CHUNK, CONTROL, ENDED, MARKED, RESPONSE
+from farcall.core.contract import ACKNOWLEDGE, CHUNK, CONTROL, ENDED, MARKED, RESPONSE, CoreError
 
 
 def raw(pair: Pair) -> socket.socket:
@@ -62,6 +63,31 @@ def test_a_peer_that_acknowledges_what_never_left_keeps_no_sender(make_pair: Cal
     pair.far.core.end(pair.far.link)
     sender.join(LONG_S)
     assert [each.kind for each in answers] == [ENDED]
+
+
+def test_a_peer_that_acknowledges_nothing_takes_no_more_memory() -> None:
+    side = Side(implementation("compiled")())
+    near, far = connected("unix")
+    side.core.attach(side.link, far)
+    with socket.socket(fileno=near) as end:
+        end.setblocking(True)
+
+        def swallow() -> None:
+            while end.recv(1 << 20):
+                pass
+
+        side.start(swallow)
+
+        def send() -> None:
+            for _ in range(3000):
+                side.control(bytes(60_000), deadline=monotonic() + 1)
+
+        with pytest.raises(CoreError):
+            send()
+        for at in range(100):  # what it acknowledges makes room again
+            end.sendall(HEADER.pack(b"fc", VERSION, ACKNOWLEDGE, 0, 6 * (at + 1), 0, 0, 0, 0, at))
+        side.control(bytes(60_000), deadline=monotonic() + LONG_S)
+        side.end()
 
 
 def test_senders_that_wait_for_room_beside_a_call_that_lasts(make_pair: Callable[..., Pair]) -> None:
@@ -209,3 +235,32 @@ while core.counts().pending < 4:
     time.sleep(0.001)
 """
     )
+
+
+class Posting:
+    """A pump that posts to another core amid its work, as a destructor may that runs there."""
+
+    def __init__(self, end: int, other: Side) -> None:
+        self.end, self.other, self.lent = end, other, bytearray(100_000)
+
+    def fileno(self) -> int:
+        return self.end
+
+    def open(self, data: bytes) -> bytes:
+        return data
+
+    def seal(self, data: list[memoryview]) -> bytes:
+        self.other.control(self.lent, patient=False)
+        return b"".join(data)
+
+
+def test_memory_that_is_posted_amid_a_pump_is_the_senders_again(pair: Pair, make_pair: Callable[..., Pair]) -> None:
+    other = make_pair()
+    near, far = connected("unix")
+    pump = Posting(near, other.near)
+    pair.near.core.attach(pair.near.link, pump, pair.far.core.detach(pair.far.link))
+    pair.far.core.attach(pair.far.link, far)
+    pair.far.serve()
+    payload = bytes(100_000)
+    assert pair.near.call(payload=payload).payload == payload
+    pump.lent.append(1)

@@ -3,10 +3,10 @@
 The core moves bytes, keeps the table of calls, and waits. What frames mean is Python's. `docs/design/CORE.md` tells who
 holds what, who reads, and why; `tests/core` runs one kit over both.
 
-A *link* is a session with one peer over successive connections. A *frame* is one message, in the layout of
-`protocol/frames.py`; its sender encodes it, and the core fills in two fields: the number among the frames of the link
-(as it leaves, also again), and that of the call, where it makes one. Frames with the flag MARKED are handed out one at
-a time, in the order in which they were sent: the next one comes after `placed`.
+A *link* is a session with one peer over successive connections. A *frame* is one message, in the layout of `frames.py`;
+its sender encodes it, and the core fills in the number among the frames of the link (as it leaves, also again), and that
+of the call, where it makes one and its sender has not numbered it. Frames with the flag MARKED are handed out one at a
+time, in the order in which they were sent: the next one comes after `placed`.
 
 Times are those of ``time.monotonic``; ``math.inf`` is no deadline. All methods may be called from any thread.
 """
@@ -164,8 +164,8 @@ class Core(Protocol):
 
     # ------------------------------------------------------------------ links
 
-    def open_link(self) -> int:
-        """Make a link, without a connection. What is sent meanwhile waits."""
+    def open_link(self, to_self: bool = False) -> int:
+        """Make a link, without a connection. What is sent meanwhile waits. ``to_self``: it leads to this core."""
 
     def attach(
         self,
@@ -238,11 +238,13 @@ class Core(Protocol):
     def call(self, link: int, head: bytes, pieces: Sequence[Piece] = (), deadline: float = inf) -> Arrived:
         """Send the request ``head`` + ``pieces`` and wait. Returns RESPONSE, FAILURE, OVERDUE or ENDED.
 
-        Unless it is RESPONSE or FAILURE, the call is over and the peer knows. A signal's handler that raises does the
-        same. ``head`` and ``pieces`` joined are the frame (`ValueError` where they are not one whole frame): ``head``
-        has what comes before the first part of LARGE_BYTES or more, ``pieces`` the parts from there on. Their memory
-        is the caller's again when this returns, however it returns. A large message whose deadline passes while it
-        leaves is given up, and nobody gets it, unless its last chunk was cut: then it goes whole.
+        ENDED: the call is over. OVERDUE: it stays, until `cancel`, so that its callee can be asked about it; unless it is
+        over with NOT_SENT, before all of it left. When a signal's handler raises, it is over, and the peer knows.
+
+        ``head`` and ``pieces`` joined are the frame (`ValueError` where they are not one whole frame): ``head`` has what
+        comes before the first part of LARGE_BYTES or more, ``pieces`` the parts from there on. Their memory is the
+        caller's again when this returns, however it returns. A large message whose deadline passes while it leaves is
+        given up, and nobody gets it, unless its last chunk was cut: then it goes whole.
         """
 
     def post(
@@ -346,6 +348,9 @@ class Core(Protocol):
         """What has come for the event thread, at once."""
 
     def counts(self) -> Counts: ...
+
+    def trim(self) -> None:
+        """Return memory to the system that was not used for a while."""
 
     def stop(self) -> None:
         """End all links and waits; every thread that is in the core leaves it before this returns. Again: nothing."""

@@ -488,7 +488,7 @@ class Core(contract.Core):
             nonlocal room
             if link.ended:
                 raise _NotSent("the link has ended: not sent")
-            if call is not None and not call.number:
+            if call is not None and call.number not in self._calls:
                 self._enter(call)
             frame = head if call is None else with_call(head, call.number)
             if link.to_self:
@@ -586,23 +586,25 @@ class Core(contract.Core):
     # ------------------------------------------------------------------ calls
 
     def _enter(self, call: _Call) -> None:
-        self._last_call += 1
-        call.number = self._last_call
+        call.number = call.number or self._last_call + 1
+        self._last_call = max(self._last_call, call.number)
         self._calls[call.number] = call
         if call.told:
             self._look_at(call, call.deadline)
 
     def call(self, link: int, head: bytes, pieces: Sequence[Piece] = (), deadline: float = inf) -> Arrived:
-        _checked(head, pieces)
-        call = _Call(link, deadline, of_call=True)
+        call = _Call(link, deadline, of_call=True, number=_checked(head, pieces).call)
+        is_late = False
         with self._interrupts:
             try:
                 sent = self._send(link, head, pieces, deadline, call=call)
                 found = self._wait(call.waiting, lambda: self._outcome(call), deadline) if sent else None
+                is_late = sent and found is None
             except _NotSent:
                 return self._arrived(_news(contract.ENDED, link, call.number, contract.NOT_SENT))
             finally:
-                self._cancel(call)  # unless it is over
+                if not is_late:
+                    self._cancel(call)  # unless it is over
         if found is None:
             return self._arrived(_news(contract.OVERDUE, link, call.number, 0 if sent else contract.NOT_SENT))
         arrived: Arrived = found[0]
@@ -625,7 +627,7 @@ class Core(contract.Core):
         if descriptor >= 0:
             passed = Descriptor(os.dup(descriptor))
             head = with_flags(head, header.flags | contract.CARRIES)
-        call = _Call(link, deadline, told) if header.kind == contract.REQUEST else None
+        call = _Call(link, deadline, told, header.call) if header.kind == contract.REQUEST else None
         try:
             if not self._send(link, head, pieces, deadline, call=call, patient=patient, more=more, descriptor=passed):
                 raise CoreError("there was no room before the deadline: not sent")

@@ -87,13 +87,12 @@ bool send(Core& core, uint32_t link, Frame frame, double deadline) {
     sending->wake = [self = this_waiter().shared_from_this()] { self->ring(); };
     bool is_large = !frame.pieces.empty();
     for (;;) {
-        Core::Sent sent = core.queue(link, frame, true, sending);
+        Core::Sent sent = core.queue(link, frame, true, sending, false);
         if (sent == Core::Sent::YES) break;
         if (sent != Core::Sent::WAIT) return false;
         core.drain(link);
         if (core.wait_for_room(link, deadline, -1) != End::READY) return false;
     }
-    core.drain(link);
     if (!is_large) return true;
     if (core.wait_for_sending(sending, deadline, -1) != End::READY) return core.give_up(link, sending);
     return !sending->failed;
@@ -177,7 +176,7 @@ void call(Side& side, unsigned seed) {
             }
         double deadline = random() % 16 ? NEVER : now() + 1e-4 * static_cast<double>(random() % 100);
         bool posted = random() % 4 == 0, marked = random() % 8 == 0;
-        uint64_t number = side.core.enter(link, deadline, false, posted ? nullptr : &this_waiter());
+        uint64_t number = side.core.enter(link, 0, deadline, false, posted ? nullptr : &this_waiter());
         require(number, "the link has ended");
         bool sent = send(side.core, link, {head_of(REQUEST, marked ? MARKED : 0, number, text, pieces), pieces, Descriptor()},
                          deadline);

@@ -16,6 +16,7 @@ namespace {
 
 constexpr double LATE = 200e-6;    // the clock of a busy process
 constexpr double LATEST = 500e-6;  // and its longest pause
+constexpr double LAZY = 10e-3;     // of one that serves nobody
 constexpr double LONG = 1e-3;      // a function that took longer, alone, does not count among those that run
 constexpr double WINDOW = 10e-3;   // between two looks at how much ends
 constexpr double RAREST = 1.0;     // what was in vain is asked ever more rarely, up to this
@@ -57,6 +58,9 @@ std::vector<void*> Core::stop() {
     for (auto& [number, call] : calls_)
         if (call.value) tasks.push_back(call.value);
     calls_.clear();
+    ready_fd_.reset();
+    events_bell_.reset();
+    close(std::exchange(monitor_.bell, -1));
     return tasks;
 }
 
@@ -71,11 +75,12 @@ void Core::close_after_fork() {
 
 // ---------------------------------------------------------------------- calls
 
-uint64_t Core::enter(uint32_t id, double deadline, bool told, Waiter* waiter) {
+uint64_t Core::enter(uint32_t id, uint64_t number, double deadline, bool told, Waiter* waiter) {
     std::lock_guard<std::mutex> hold(mutex_);
     auto link = links_.find(id);
     if (link == links_.end() || link->second->ended || stopped_) return 0;
-    uint64_t number = next_call_++;
+    if (!number) number = next_call_;
+    next_call_ = std::max(next_call_, number + 1);
     Call& call = calls_[number];
     call.link = id;
     call.told = told;
@@ -166,7 +171,7 @@ void* Core::settle(uint64_t number, void* value) {
     }
     found->second.value = value;
     found->second.state = Call::SETTLED;
-    for (Waiter* waiter : found->second.waiting) waiter->wake();
+    for (Waiter* waiter : found->second.waiting) wake(*waiter);
     return nullptr;
 }
 
@@ -178,7 +183,7 @@ void* Core::cancel(uint64_t number) {
         auto found = calls_.find(number);
         if (found == calls_.end()) return nullptr;
         Call& call = found->second;
-        for (Waiter* waiter : call.waiting) waiter->wake();
+        for (Waiter* waiter : call.waiting) wake(*waiter);
         value = call.value;
         if (call.state == Call::ANSWERED && call.answer.kind != ENDED) drop(std::move(call.answer));
         auto at = links_.find(call.link);
@@ -213,7 +218,7 @@ void Core::wake_slot(uint32_t id, uint64_t number) {
     auto slot = link->second->slots.find(number);
     if (slot == link->second->slots.end()) return;
     slot->second.woken = slot->second.waiting.empty();
-    for (Waiter* waiter : slot->second.waiting) waiter->wake();
+    for (Waiter* waiter : slot->second.waiting) wake(*waiter);
     slot->second.waiting.clear();  // so they know
 }
 
@@ -224,7 +229,7 @@ void Core::close_slot(uint32_t id, uint64_t number) {
     auto slot = link->second->slots.find(number);
     if (slot == link->second->slots.end()) return;
     for (auto& letter : slot->second.letters) put_work({std::move(letter)});
-    for (Waiter* waiter : slot->second.waiting) waiter->wake();
+    for (Waiter* waiter : slot->second.waiting) wake(*waiter);
     link->second->slots.erase(slot);
     forget_link(*link->second);
 }
@@ -267,8 +272,10 @@ End Core::take(uint32_t id, uint64_t number, double deadline, double patience, M
 
 bool Core::pick(Work& work, bool came) {
     Waiter& self = this_waiter();
-    self.end_run();
+    if (self.running && (self.home != this || self.alive.expired())) self.end_run();
     std::lock_guard<std::mutex> hold(mutex_);
+    double time = now();
+    if (self.running) ran(self, time);
     if (came) coming_--;
     for (;;) {
         if (stopped_ || queue_.empty() || (running_ >= limit_ && !came)) return false;
@@ -294,7 +301,7 @@ bool Core::pick(Work& work, bool came) {
         }
         break;
     }
-    self.since = last_ = now();
+    self.since = last_ = time;
     if (self.home != this || self.alive.expired()) {
         self.home = this;
         self.alive = weak_from_this();
@@ -320,9 +327,13 @@ bool Core::pick(Work& work, bool came) {
     return true;
 }
 
-// The function is over: was it long, with no other beside it to wait for?
 void Core::end_run(Waiter& self) {
-    double time = now();
+    std::lock_guard<std::mutex> hold(mutex_);
+    ran(self, now());
+}
+
+// The function is over: was it long, with no other beside it to wait for?
+void Core::ran(Waiter& self, double time) {
     auto& slow = slow_[self.key];
     uint8_t left = slow.load(std::memory_order_relaxed);
     if (time - self.since > LONG) {
@@ -330,7 +341,6 @@ void Core::end_run(Waiter& self) {
     } else if (left) {
         slow.store(left - 1, std::memory_order_relaxed);
     }
-    std::lock_guard<std::mutex> hold(mutex_);
     running_ -= std::exchange(self.counted, false);
     busy_ -= std::exchange(self.waits, 0) == 0;
     ended_++;
@@ -371,7 +381,7 @@ void Core::wake_worker() {
     idle_.pop_back();
     worker->called = true;
     coming_++;
-    worker->ring();
+    wake(*worker);
 }
 
 void Core::put_task(void* task) {
@@ -499,7 +509,7 @@ void Core::tick(double time, bool rung) {
         if (owner_) rung_ = false;
         auto unserved = [&] { return !queue_.empty() && !coming_ && !idle_.empty(); };
         bool hung = is_due && (unserved() || (open && !bell_));
-        gap_ = hung || rung_ ? LATE : std::min(gap_ * 2, LATEST);
+        gap_ = hung || rung_ ? LATE : std::min(gap_ * 2, serves_ ? LATEST : LAZY);
         adapt(time);
         if (unserved()) wake_worker();
         if (open && rung_ && (is_due || !promised_)) {
@@ -555,9 +565,9 @@ void Core::adapt(double time) {
         climb.step = 0;
         return restart();
     }
-    if (climb.step >= 0 && time - last_ended_ > LONG && time - last_ > LONG) {
+    if (climb.step >= 0 && time - std::max(last_ended_, climb.raised) > LONG && time - last_ > LONG) {
         limit_ = std::min(limit_ + 1, MOST_AT_ONCE);
-        last_ended_ = time;
+        climb.raised = time;
         climb.step = 0;
         climb.down = time + WINDOW;
         return restart();

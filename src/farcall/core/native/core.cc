@@ -113,11 +113,12 @@ End Core::wait_until(std::unique_lock<std::mutex>& hold, Waiter& self, bool work
         if (--inside_ == 0 && stopped_) read_.notify_all();
         return how;
     };
-    double since = now(), cut = patience < 0 ? NEVER : since + patience;
+    double cut = NEVER;
     for (bool first = true;; first = false) {
         if (ready(first)) return end(End::READY);
         if (stopped_) return end(End::STOPPED);
-        double time = first ? since : now();
+        double time = now();
+        if (first && patience >= 0) cut = time + patience;
         if (time >= deadline) return end(End::LATE);
         if (time >= cut) return end(End::SIGNAL);
         Waiter* owner = owner_;
@@ -125,13 +126,13 @@ End Core::wait_until(std::unique_lock<std::mutex>& hold, Waiter& self, bool work
             // Free, or held by somebody who has no answer to wait for.
             owner_ = &self;
             set_bell(false);
-            if (owner) owner->wake();  // it must not watch the links any longer
+            if (owner) wake(*owner);  // it must not watch the links any longer
         }
         if (owner_ == &self) {
             hold.unlock();
             bool got;
-            double until = now() + spin_;
-            while (!(got = step(self)) && owner_ == &self && now() < until) sched_yield();
+            double until = time + spin_;
+            while (!(got = step(self)) && spin_ > 0 && owner_ == &self && now() < until) sched_yield();
             hold.lock();
             if (got || owner_ != &self) continue;
             if (ready(false)) return end(End::READY);
@@ -185,7 +186,7 @@ void Core::renew_watch() {
     if (!owner)
         set_bell(true);
     else
-        owner->wake();
+        wake(*owner);
 }
 
 bool Core::give_to_caller() {
@@ -239,6 +240,7 @@ bool Core::step(Waiter& self) {
     for (Link* link : writable) write(*link);
     hold.lock();
     bool got = !writable.empty();
+    delivers_ = true;
     quiet_ = self.worker;
     size_t queued = queue_.size();
     for (auto& one : reads) {
@@ -260,9 +262,22 @@ bool Core::step(Waiter& self) {
             put_event(Message());
         }
     }
-    reading_ = false;
+    reading_ = delivers_ = false;
     read_.notify_all();
+    std::vector<std::shared_ptr<Waiter>> to_ring;
+    to_ring.swap(to_ring_);
+    hold.unlock();
+    for (auto& waiter : to_ring) waiter->ring();
     return got;
+}
+
+// Under the mutex, of something that is looked at under the mutex: who is awake finds it, above all the reader itself.
+void Core::wake(Waiter& waiter) {
+    if (!waiter.asleep.load(std::memory_order_relaxed)) return;
+    if (delivers_)
+        to_ring_.push_back(waiter.shared_from_this());
+    else
+        waiter.ring();
 }
 
 // What the kernel has of one link, to messages: in the role, without a mutex. Or `first`, which came before, where nobody
@@ -377,12 +392,13 @@ void Core::acknowledge(Link& link) {
 
 // ---------------------------------------------------------------------- what has come
 
-void Core::deliver(Link& link, Message message) {
+void Core::deliver(Link& link, Message&& message) {
     message.link = link.id;
     switch (message.kind) {
         case ACKNOWLEDGE: {
             std::lock_guard<std::mutex> hold(link.mutex);
             link.outgoing.acknowledged(message.number);
+            look_for_room(link);
             return;
         }
         case CANCEL:
@@ -420,7 +436,7 @@ void Core::advance(Link& link) {
     }
 }
 
-void Core::hand_out(Link& link, Message message) {
+void Core::hand_out(Link& link, Message&& message) {
     switch (message.kind) {
         case REQUEST:
             if (!link.requests.count(message.number)) {
@@ -450,7 +466,7 @@ void Core::hand_out(Link& link, Message message) {
     }
 }
 
-void Core::answer_came(Message message) {
+void Core::answer_came(Message&& message) {
     auto found = calls_.find(message.number);
     if (found == calls_.end() || found->second.state != Call::PENDING || found->second.link != message.link) {
         drop(std::move(message));
@@ -479,17 +495,17 @@ void Core::answer_came(Message message) {
 
 void Core::answered(Call& call) {
     call.state = Call::ANSWERED;
-    for (Waiter* waiter : call.waiting) waiter->wake();
+    for (Waiter* waiter : call.waiting) wake(*waiter);
 }
 
-void Core::letter_came(Link& link, Message message) {
+void Core::letter_came(Link& link, Message&& message) {
     auto slot = link.slots.find(message.number);
     if (slot == link.slots.end() || slot->second.waiting.empty()) {
         put_work({std::move(message)});
         return;
     }
     slot->second.letters.push_back(std::move(message));
-    slot->second.waiting.front()->wake();
+    wake(*slot->second.waiting.front());
 }
 
 void Core::cancel_came(Link& link, uint64_t number) {
@@ -505,13 +521,13 @@ void Core::cancel_came(Link& link, uint64_t number) {
 }
 
 // Nobody wants this frame. If there is something to decline in it, a worker does that.
-void Core::drop(Message message) {
+void Core::drop(Message&& message) {
     if (!message.has_belongings()) return;
     message.kind = DROPPED;
     put_work({std::move(message)});
 }
 
-void Core::put_work(Work work) {
+void Core::put_work(Work&& work) {
     queue_.push_back(std::move(work));
     if (!quiet_) {
         wake_worker();

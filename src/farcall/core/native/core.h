@@ -56,11 +56,6 @@ struct Waiter : std::enable_shared_from_this<Waiter> {
     Waiter();
     ~Waiter();
     void ring();
-    // The same for what it looks at under the core's mutex, which the caller holds: who is awake finds it, above all the
-    // reader itself.
-    void wake() {
-        if (asleep.load(std::memory_order_relaxed)) ring();
-    }
     void unring();
     void end_run();
 
@@ -112,6 +107,7 @@ struct Link {
     std::condition_variable idle;  // nobody writes any more
     Outgoing outgoing;
     std::atomic<size_t> backlog{0};
+    std::atomic<bool> has_room{true};  // for those who waited for it
     std::vector<Waiter*> for_room;
     bool writing = false, blocked = false, half_closed = false;
     bool asleep = false;  // WANTED is to come when something is to be sent
@@ -214,10 +210,10 @@ class Core : public std::enable_shared_from_this<Core> {
     Traffic traffic(uint32_t link);
 
     // Enter a call; its number goes into the frame. 0: the link has ended.
-    uint64_t enter(uint32_t link, double deadline, bool told, Waiter* waiter);
+    uint64_t enter(uint32_t link, uint64_t number, double deadline, bool told, Waiter* waiter);
     enum class Sent { YES, WAIT, ENDED, REFUSED };
-    // Queue a frame. `WAIT`: there is no room, and nothing was done.
-    Sent queue(uint32_t link, Frame& frame, bool limited, std::shared_ptr<Sending> sending);
+    // Queue a frame, and write what the kernel takes, unless there is `more`. `WAIT`: there is no room, and nothing was done.
+    Sent queue(uint32_t link, Frame& frame, bool limited, std::shared_ptr<Sending> sending, bool more);
     // Write what the kernel takes.
     void drain(uint32_t link);
     // Wait for room, or for all bytes of a large message to leave. Not for a thread that holds the interpreter.
@@ -274,6 +270,8 @@ class Core : public std::enable_shared_from_this<Core> {
     void watch_deadline(uint64_t number, double deadline);
     friend struct Waiter;
     void end_run(Waiter& self);
+    void ran(Waiter& self, double time);
+    void wake(Waiter& waiter);
     void wake_worker();
     void arm(double at);
     void set_bell(bool on);
@@ -295,6 +293,8 @@ class Core : public std::enable_shared_from_this<Core> {
     void fail(uint64_t number, Call& call, uint32_t how);
     void acknowledge(Link& link);
     void write(Link& link);
+    bool is_full(const Link& link) const;
+    void look_for_room(Link& link);
     void drain(Link& link, std::unique_lock<std::mutex> hold);
     bool write_once(Link& link, std::unique_lock<std::mutex>& hold);
     void quiesce(std::unique_lock<std::mutex>& hold);
@@ -302,17 +302,17 @@ class Core : public std::enable_shared_from_this<Core> {
     void forget_link(Link& link);
     void close_connection(const std::shared_ptr<Link>& link);
 
-    void deliver(Link& link, Message message);
-    void hand_out(Link& link, Message message);
+    void deliver(Link& link, Message&& message);
+    void hand_out(Link& link, Message&& message);
     void advance(Link& link);
     Link* put_back(Message& message);
     void look_for_room();
-    void answer_came(Message message);
-    void letter_came(Link& link, Message message);
+    void answer_came(Message&& message);
+    void letter_came(Link& link, Message&& message);
     void cancel_came(Link& link, uint64_t number);
-    void put_work(Work work);
+    void put_work(Work&& work);
     void put_event(Message news);
-    void drop(Message message);
+    void drop(Message&& message);
     void answered(Call& call);
 
     std::mutex mutex_;
@@ -336,6 +336,8 @@ class Core : public std::enable_shared_from_this<Core> {
     std::vector<Waiter*> idle_, callers_;  // asleep; idle: last in, first out
     Waiter monitor_;
     bool serves_ = false, promised_ = false, bell_ = false;
+    bool delivers_ = false;  // what was read: whoever is woken for it is rung behind the mutex
+    std::vector<std::shared_ptr<Waiter>> to_ring_;
     bool quiet_ = false;  // a worker delivers what it has read: it takes that itself
     std::atomic<int> stuck_{0};  // links whose kernel takes no more bytes
     double last_ = 0, gap_ = 0, seen_ = 0;
@@ -352,7 +354,7 @@ class Core : public std::enable_shared_from_this<Core> {
     uint64_t ended_ = 0;
     double last_ended_ = 0;
     struct {
-        double from = 0, rate = 0, up = 0, down = 0, wait_up = 0.01, wait_down = 0.01;
+        double from = 0, raised = 0, rate = 0, up = 0, down = 0, wait_up = 0.01, wait_down = 0.01;
         uint64_t ended = 0;
         int step = 0;
     } climb_;

@@ -233,25 +233,41 @@ PyObject* list_of(CoreObject* core, Messages& messages) {
 
 // ---------------------------------------------------------------------- pumps
 
+// The interpreter, amid what was begun without it, perhaps. (No destructor gives it up: see above.)
+struct Held {
+    PyGILState_STATE state;
+    bool was_outside;
+};
+
+Held take_interpreter() {
+    PyGILState_STATE state = PyGILState_Ensure();
+    return {state, std::exchange(WithoutInterpreter::is_outside, false)};
+}
+
+void give_up_interpreter(Held held) {
+    WithoutInterpreter::is_outside = held.was_outside;
+    PyGILState_Release(held.state);
+}
+
 class PythonPump : public Pump {
    public:
     explicit PythonPump(PyObject* object) : object_(Py_NewRef(object)) {}
     ~PythonPump() override {
-        PyGILState_STATE held = PyGILState_Ensure();
+        Held held = take_interpreter();
         Py_DECREF(object_);
-        PyGILState_Release(held);
+        give_up_interpreter(held);
     }
 
     bool open(const char* bytes, size_t size, std::string& plain, std::string& why) override {
-        PyGILState_STATE held = PyGILState_Ensure();
+        Held held = take_interpreter();
         PyObject* made = PyObject_CallMethod(object_, "open", "y#", bytes, static_cast<Py_ssize_t>(size));
         bool good = take(made, plain, why);
-        PyGILState_Release(held);
+        give_up_interpreter(held);
         return good;
     }
 
     bool seal(const iovec* spans, size_t count, std::string& wire, std::string& why) override {
-        PyGILState_STATE held = PyGILState_Ensure();
+        Held held = take_interpreter();
         PyObject* views = PyList_New(static_cast<Py_ssize_t>(count));
         for (size_t i = 0; views && i < count; i++) {
             PyObject* view = PyMemoryView_FromMemory(static_cast<char*>(spans[i].iov_base),
@@ -264,7 +280,7 @@ class PythonPump : public Pump {
         PyObject* made = views ? PyObject_CallMethod(object_, "seal", "O", views) : nullptr;
         bool good = take(made, wire, why);
         Py_XDECREF(views);
-        PyGILState_Release(held);
+        give_up_interpreter(held);
         return good;
     }
 
@@ -381,9 +397,9 @@ Left send(Core* core, uint32_t link, Frame& frame, bool patient, bool more, doub
         Core::Sent sent;
         if (is_large) {  // to oneself, it is copied
             WithoutInterpreter none;
-            sent = core->queue(link, frame, patient, sending);
-        } else {
-            sent = core->queue(link, frame, patient, sending);
+            sent = core->queue(link, frame, patient, sending, false);
+        } else {  // it takes a microsecond, so the interpreter is kept
+            sent = core->queue(link, frame, patient, sending, more);
         }
         if (sent == Core::Sent::ENDED) return Left::ENDED;
         if (sent == Core::Sent::REFUSED) return Left::REFUSED;
@@ -398,16 +414,12 @@ Left send(Core* core, uint32_t link, Frame& frame, bool patient, bool more, doub
         if (end == End::STOPPED) return Left::ENDED;
         if (end == End::SIGNAL && PyErr_CheckSignals()) return Left::INTERRUPTED;
     }
-    if (!is_large) {
-        if (!more) core->drain(link);  // it takes a microsecond, so the interpreter is kept
-        return Left::YES;
-    }
+    if (!is_large) return Left::YES;
     for (;;) {
         End end;
         bool whole = false;
         {
             WithoutInterpreter none;
-            core->drain(link);
             end = core->wait_for_sending(sending, deadline, patience());
             if (end == End::LATE || end == End::STOPPED) whole = core->give_up(link, sending);
         }
@@ -422,23 +434,30 @@ Left send(Core* core, uint32_t link, Frame& frame, bool patient, bool more, doub
     }
 }
 
+// The call is over. An error that is on its way stays.
 void forget(Core* core, uint64_t number) {
+    PyObject *type, *what, *trace;
+    PyErr_Fetch(&type, &what, &trace);
     void* value;
     {
         WithoutInterpreter none;
         value = core->cancel(number);
     }
     Py_XDECREF(static_cast<PyObject*>(value));
+    PyErr_Restore(type, what, trace);
 }
 
-// The same of a call's request: where there is no memory for it, the call is over.
+// The same of a call's request: unless it is sent, the call is over.
 Left send(Core* core, uint32_t link, Frame& frame, bool patient, bool more, double deadline, uint64_t call) {
+    Left left;
     try {
-        return send(core, link, frame, patient, more, deadline);
+        left = send(core, link, frame, patient, more, deadline);
     } catch (const std::exception&) {
         if (call) forget(core, call);
         throw;
     }
+    if (call && left != Left::YES) forget(core, call);
+    return left;
 }
 
 PyObject* outcome(CoreObject* self, uint8_t kind, uint32_t link, uint64_t number, uint32_t flags) {
@@ -466,12 +485,7 @@ PyObject* wait_for(CoreObject* self, uint32_t link, uint64_t number, double dead
             return arrived(self, answer);
         }
         if (end == End::SIGNAL && !PyErr_CheckSignals()) continue;
-        if (forgets) {
-            PyObject *type, *what, *trace;
-            PyErr_Fetch(&type, &what, &trace);
-            forget(self->core, number);
-            PyErr_Restore(type, what, trace);
-        }
+        if (forgets && end != End::LATE) forget(self->core, number);
         if (end == End::SIGNAL) {
             if (!forgets) self->core->forsake(number);
             return nullptr;
@@ -482,6 +496,13 @@ PyObject* wait_for(CoreObject* self, uint32_t link, uint64_t number, double dead
         }
         return outcome(self, OVERDUE, link, number, 0);
     }
+}
+
+// The number that the caller has given its call; 0: none.
+uint64_t call_in(const char* head) {
+    uint64_t number;
+    std::memcpy(&number, head + offsetof(Header, call_id), sizeof number);
+    return number;
 }
 
 PyObject* core_call(PyObject* self, PyObject* args, PyObject* keywords) {
@@ -498,16 +519,12 @@ PyObject* core_call(PyObject* self, PyObject* args, PyObject* keywords) {
     Pieces pieces;
     if (!core || !pieces.take(sequence) || !is_frame(head, size, pieces.spans())) return nullptr;
     auto* object = reinterpret_cast<CoreObject*>(self);
-    uint64_t number = core->enter(link, deadline, false, &this_waiter());
-    if (!number) return outcome(object, ENDED, link, 0, NOT_SENT);
+    uint64_t number = core->enter(link, call_in(head), deadline, false, &this_waiter());
+    if (!number) return outcome(object, ENDED, link, call_in(head), NOT_SENT);
     Frame frame{std::string(head, static_cast<size_t>(size)), pieces.spans(), Descriptor()};
     name_call(frame.head, number);
     Left left = send(core, link, frame, true, false, deadline, number);
     if (left == Left::YES) return wait_for(object, link, number, deadline, true);
-    PyObject *type, *what, *trace;
-    PyErr_Fetch(&type, &what, &trace);
-    forget(core, number);
-    PyErr_Restore(type, what, trace);
     if (left == Left::INTERRUPTED || !core_of(self)) return nullptr;
     if (left == Left::LATE) return outcome(object, OVERDUE, link, number, NOT_SENT);
     return outcome(object, ENDED, link, number, NOT_SENT);
@@ -538,16 +555,12 @@ PyObject* core_post(PyObject* self, PyObject* args, PyObject* keywords) {
     }
     uint64_t number = 0;
     if (head[offsetof(Header, kind)] == REQUEST) {
-        number = core->enter(link, deadline, told, nullptr);
+        number = core->enter(link, call_in(head), deadline, told, nullptr);
         if (!number) return refuse("the link has ended: not sent");
         name_call(frame.head, number);
     }
     Left left = send(core, link, frame, patient, more, deadline, number);
     if (left == Left::YES) return PyLong_FromUnsignedLongLong(number);
-    PyObject *type, *what, *trace;
-    PyErr_Fetch(&type, &what, &trace);
-    if (number) forget(core, number);
-    PyErr_Restore(type, what, trace);
     if (left == Left::INTERRUPTED || !core_of(self)) return nullptr;
     if (left == Left::LATE) return refuse("there was no room before the deadline: not sent");
     if (left == Left::REFUSED) return refuse("this connection carries no descriptors");

@@ -95,6 +95,7 @@ void Outgoing::put(std::string frame, std::shared_ptr<Descriptor> descriptor) {
         push(kept.frame, std::move(descriptor));
     }
     wire_bytes_ += size;
+    kept_bytes_ += size;
     kept_.push_back(std::move(kept));
 }
 
@@ -214,6 +215,7 @@ void Outgoing::wrote(size_t bytes) {
 
 void Outgoing::acknowledged(uint64_t count) {
     while (acknowledged_ < count && !kept_.empty()) {
+        kept_bytes_ -= kept_.front().frame.size();
         kept_.pop_front();
         acknowledged_++;
     }
@@ -253,6 +255,7 @@ std::vector<uint64_t> Outgoing::resume(uint64_t received, std::vector<std::strin
     acknowledged(received);
     std::deque<Kept> again;
     again.swap(kept_);
+    kept_bytes_ = 0;
     written_ = received;
     std::vector<uint64_t> replaced;
     std::vector<Large*> seen;
@@ -305,7 +308,7 @@ std::unordered_set<uint64_t> Outgoing::end() {
     large_.clear();
     turns_.clear();
     kept_.clear();
-    queued_bytes_ = 0;
+    queued_bytes_ = kept_bytes_ = 0;
     std::fill(std::begin(slots_), std::end(slots_), false);
     return unsent;
 }

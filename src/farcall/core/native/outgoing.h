@@ -63,6 +63,7 @@ class Outgoing {
     bool empty() const { return wire_.empty() && small_.empty() && large_.empty() && turns_.empty(); }
     size_t bytes() const { return queued_bytes_ + wire_bytes_; }  // without large messages
     uint64_t written() const { return written_; }
+    size_t kept_bytes() const { return kept_bytes_; }                     // of small frames that the peer may lack
 
     // The peer has so many frames.
     void acknowledged(uint64_t count);
@@ -121,7 +122,7 @@ class Outgoing {
     std::deque<Piece> wire_;
     std::deque<Kept> kept_;
     bool slots_[MAX_SLOTS] = {};  // taken?
-    size_t queued_bytes_ = 0, wire_bytes_ = 0;
+    size_t queued_bytes_ = 0, wire_bytes_ = 0, kept_bytes_ = 0;
     uint64_t written_ = 0, acknowledged_ = 0;
     size_t chunk_ = 256 * 1024;
     bool carries_ = false, rests_ = false;

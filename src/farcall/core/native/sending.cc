@@ -19,6 +19,7 @@ namespace farcall {
 namespace {
 
 constexpr size_t MOST_SPANS = 64;
+constexpr size_t MOST_KEPT = 64 << 20;
 constexpr size_t MOST_SEALED = 128 * 1024;  // bytes of frames at a time
 
 bool is_unix_socket(int fd) {
@@ -180,7 +181,7 @@ void Core::end_link(uint32_t id) {
     for (auto at = link->requests.begin(); at != link->requests.end();)
         at = at->second.running || at->second.kept ? std::next(at) : link->requests.erase(at);
     for (auto& [number, slot] : link->slots)
-        for (Waiter* waiter : slot.waiting) waiter->wake();
+        for (Waiter* waiter : slot.waiting) wake(*waiter);
     link->over = true;
     forget_link(*link);
 }
@@ -253,7 +254,7 @@ Traffic Core::traffic(uint32_t id) {
 
 // ---------------------------------------------------------------------- sending
 
-Core::Sent Core::queue(uint32_t id, Frame& frame, bool limited, std::shared_ptr<Sending> sending) {
+Core::Sent Core::queue(uint32_t id, Frame& frame, bool limited, std::shared_ptr<Sending> sending, bool more) {
     auto link = find(id);
     if (!link || link->ended) return Sent::ENDED;
     if (link->to_self) {
@@ -264,12 +265,13 @@ Core::Sent Core::queue(uint32_t id, Frame& frame, bool limited, std::shared_ptr<
     std::unique_lock<std::mutex> hold(link->mutex);
     if (link->ended) return Sent::ENDED;
     if (frame.descriptor.get() >= 0 && link->fd >= 0 && !link->is_unix) return Sent::REFUSED;
-    if (limited && link->outgoing.bytes() > backlog_limit_) return Sent::WAIT;
+    if (limited && is_full(*link)) return Sent::WAIT;
     if (frame.pieces.empty())
         link->outgoing.post(std::move(frame.head), std::move(frame.descriptor));
     else
         link->outgoing.post_large(std::move(frame.head), std::move(frame.pieces), std::move(sending));
-    link->backlog = link->outgoing.bytes();
+    look_for_room(*link);
+    if (!more) drain(*link, std::move(hold));
     return Sent::YES;
 }
 
@@ -293,6 +295,18 @@ void Core::drain(uint32_t id) {
     drain(*link, std::unique_lock<std::mutex>(link->mutex));
 }
 
+// A peer that acknowledges nothing does not take all memory.
+bool Core::is_full(const Link& link) const {
+    return link.outgoing.bytes() > backlog_limit_ || link.outgoing.kept_bytes() > MOST_KEPT;
+}
+
+void Core::look_for_room(Link& link) {
+    link.backlog = link.outgoing.bytes();
+    link.has_room = link.backlog <= backlog_limit_ / 2 && link.outgoing.kept_bytes() <= MOST_KEPT / 2;
+    if (!link.has_room) return;
+    for (Waiter* waiter : link.for_room) waiter->ring();
+}
+
 // Write what the kernel takes. One thread at a time; others leave their frames to it.
 void Core::drain(Link& link, std::unique_lock<std::mutex> hold) {
     if (link.asleep && link.fd < 0 && !link.ended && !link.outgoing.empty()) {
@@ -306,10 +320,7 @@ void Core::drain(Link& link, std::unique_lock<std::mutex> hold) {
     while (!link.held && write_once(link, hold)) {
     }
     link.writing = false;
-    link.backlog = link.outgoing.bytes();
-    if (link.backlog <= backlog_limit_ / 2) {
-        for (Waiter* waiter : link.for_room) waiter->ring();
-    }
+    look_for_room(link);
     if (link.half_closed && link.outgoing.empty() && link.sealed.empty()) shutdown(link.fd, SHUT_WR);
     if (link.held) link.idle.notify_all();
     bool blocked = link.blocked;
@@ -414,13 +425,13 @@ End Core::wait_for_room(uint32_t id, double deadline, double patience) {
     Waiter& self = this_waiter();
     {
         std::lock_guard<std::mutex> hold(link->mutex);
-        if (link->ended || link->outgoing.bytes() <= backlog_limit_) return End::READY;
+        if (link->ended || !is_full(*link)) return End::READY;
         link->for_room.push_back(&self);
     }
     Blocked blocked(self);
     std::unique_lock<std::mutex> hold(mutex_);
     End end = wait_until(hold, self, false, deadline, patience,
-                         [&](bool) { return link->ended || link->backlog <= backlog_limit_ / 2; });
+                         [&](bool) { return link->ended || link->has_room; });
     hold.unlock();
     std::lock_guard<std::mutex> sending(link->mutex);
     auto& waiting = link->for_room;
