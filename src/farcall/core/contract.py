@@ -4,8 +4,8 @@ The core moves bytes, keeps the table of calls, and waits. What frames mean is P
 holds what, who reads, and why; `tests/core` runs one kit over both.
 
 A *link* is a session with one peer over successive connections. A *frame* is one message, in the layout of `frames.py`;
-its sender encodes it, and the core fills in the number among the frames of the link (as it leaves, also again), and that
-of the call, where it makes one and its sender has not numbered it. Frames with the flag MARKED are handed out one at a
+its sender encodes it, and the core fills in its number among the frames of the link (as it leaves, also again), and
+that of the call, where it makes one and its sender has not numbered it. Frames with the flag MARKED are handed out one at a
 time, in the order in which they were sent: the next one comes after `placed`.
 
 Times are those of ``time.monotonic``; ``math.inf`` is no deadline. All methods may be called from any thread.
@@ -238,11 +238,11 @@ class Core(Protocol):
     def call(self, link: int, head: bytes, pieces: Sequence[Piece] = (), deadline: float = inf) -> Arrived:
         """Send the request ``head`` + ``pieces`` and wait. Returns RESPONSE, FAILURE, OVERDUE or ENDED.
 
-        ENDED: the call is over. OVERDUE: it stays, until `cancel`, so that its callee can be asked about it; unless it is
-        over with NOT_SENT, before all of it left. When a signal's handler raises, it is over, and the peer knows.
+        ENDED: the call is over. OVERDUE: it stays, until `cancel`, so that its callee can be asked about it; unless it
+        is over with NOT_SENT, before all of it left. When a signal's handler raises, it is over, and the peer knows.
 
-        ``head`` and ``pieces`` joined are the frame (`ValueError` where they are not one whole frame): ``head`` has what
-        comes before the first part of LARGE_BYTES or more, ``pieces`` the parts from there on. Their memory is the
+        ``head`` and ``pieces`` joined are the frame (`ValueError` where they are not one whole frame): ``head`` has
+        what comes before the first part of LARGE_BYTES or more, ``pieces`` the parts from there on. Their memory is the
         caller's again when this returns, however it returns. A large message whose deadline passes while it leaves is
         given up, and nobody gets it, unless its last chunk was cut: then it goes whole.
         """
