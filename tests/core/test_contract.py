@@ -257,7 +257,8 @@ def test_a_running_request_is_cancelled_once(pair: Pair) -> None:
     pair.far.gate.set()
     assert pair.near.call().kind == RESPONSE
     assert not pair.near.core.events()
-    assert not pair.far.core.events()
+    # Its one worker was held: on a busy machine for so long that another one was asked for.
+    assert {news.kind for news in pair.far.core.events()} <= {STARVED}
     with pytest.raises(CoreError):
         pair.near.core.wait(number)
 
