@@ -3,10 +3,10 @@
 The core moves bytes, keeps the table of calls, and waits. What frames mean is Python's. `docs/design/CORE.md` tells who
 holds what, who reads, and why; `tests/core` runs one kit over both.
 
-A *link* is a session with one peer over successive connections. A *frame* is one message, in the layout of `frames.py`;
-its sender encodes it, and the core fills in its number among the frames of the link (as it leaves, also again), and
-that of the call, where it makes one and its sender has not numbered it. Frames with the flag MARKED are handed out one at
-a time, in the order in which they were sent: the next one comes after `placed`.
+A *link* is a session with one peer over successive connections. A *frame* is one message, in the layout of
+`frames.py`; its sender encodes it, and the core fills in its number among the frames of the link (as it leaves, also
+again), and that of the call, where it makes one and its sender has not numbered it. Frames with the flag MARKED are
+handed out one at a time, in the order in which they were sent: the next one comes after `placed`.
 
 Times are those of ``time.monotonic``; ``math.inf`` is no deadline. All methods may be called from any thread.
 """
