@@ -280,7 +280,7 @@ class Core(contract.Core):
         try:
             while True:
                 with self._section:
-                    sleeper.rung = False
+                    sleeper.unring()
                     if (found := ready()) is not None:
                         return found
                     self._alive()

@@ -141,5 +141,11 @@ class Sleeper:
             self.rung = True
             self._lock.release()
 
+    def unring(self) -> None:
+        """Before it looks for what it was rung for."""
+        if self.rung:
+            self._lock.acquire(False)  # it may have been rung just after its sleep was over
+            self.rung = False
+
     def sleep(self, seconds: float) -> None:
         self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
