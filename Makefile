@@ -69,12 +69,14 @@ test: $(CODEC)
 extension: $(CODEC)
 	$(BIN)/farcall torchscript build || echo "The tests of RPC in TorchScript code are skipped."
 
-# The core without Python under sanitizers, two of them joined by links that break. No report, or it is a fault.
+# The core without Python under sanitizers, two of them joined by links that break; and its decoder under bytes of chance.
+# No report, or it is a fault.
 CORE_TEST = $(CXX) -std=c++17 -O1 -g -pthread -Isrc/farcall/core/native tests/core/native/stress.cc $(filter-out %/module.cc,$(wildcard src/farcall/core/native/*.cc))
 sanitize:
 	@mkdir -p build
 	$(CORE_TEST) -fsanitize=thread -o build/stress-thread && build/stress-thread 30
 	$(CORE_TEST) -fsanitize=address,undefined -o build/stress-address && build/stress-address 30
+	$(CXX) -std=c++17 -O1 -g -DPLAIN -fsanitize=address,undefined -Isrc/farcall/core/native tests/core/native/decoder_fuzz.cc $(addprefix src/farcall/core/native/,wire.cc memory.cc) -o build/fuzz && build/fuzz 30
 
 # What docs/versions.md tells was found out with this. The pins of the other tools do not hold there.
 TORCH  ?= 2.6.0

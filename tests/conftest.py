@@ -28,6 +28,8 @@ from tests.kit.second_chance import pytest_sessionfinish as pytest_sessionfinish
 from tests.kit.wheel import QUICK_START, ROOT
 from tests.kit.wheel import installed as installed
 
+from farcall.core import make_core
+
 # The same examples on every run, or new ones each time: HYPOTHESIS_PROFILE=explore make test
 settings.register_profile(
     "repeatable",
@@ -70,7 +72,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogethe
 CHECKED_FOLDERS = {"processes", "faults"}
 FOLDERS_WITH_CLUSTERS = CHECKED_FOLDERS | {"fuzz", "gpu"}
 # Threads that the test closed may still be on their last lines, and children may not be reaped yet.
-SETTLING_S = 60.0
+SETTLING_S = 6.0
 OUR_DESCRIPTORS = ("socket:", "pipe:", "anon_inode:", "/memfd:")
 
 
@@ -135,6 +137,15 @@ def let_libuv_begin() -> None:
 
 
 @functools.cache
+def let_monitor_begin() -> None:
+    """One native thread serves all cores of a process, from the first one on; each thread that waits keeps a bell."""
+    core = make_core(0, 1 << 20, 0.0)
+    core.work(None)
+    core.next()
+    core.stop()
+
+
+@functools.cache
 def start_fork_server() -> None:
     """Before `farcall.testing.cluster` does, which loads less; and before a test changes what processes inherit."""
     forkserver.set_forkserver_preload(["tests.kit.preloaded"])
@@ -150,6 +161,7 @@ def nothing_outlives_the_test(request: pytest.FixtureRequest) -> Iterator[None]:
         let_ports_go()
         return
     let_libuv_begin()
+    let_monitor_begin()
     before = remains(set())
     yield
     let_ports_go()

@@ -395,10 +395,9 @@ def _streams_of(runtime: Runtime) -> Streams:
 
 def _load_later(runtime: Runtime) -> None:
     """Have the first message for a layer that most programs never use load it."""
-    pushed = (weights_messages.BlockOffered, weights_messages.VersionPushed)
-    runtime.hooks.on_first(get_args(weights_messages.Message), lambda: weights_of(runtime), in_order=pushed)
+    runtime.hooks.on_first(get_args(weights_messages.Message), lambda: weights_of(runtime))
     credit = (StreamCredit, StreamClosed)
-    runtime.hooks.on_first(credit, lambda: _streams_of(runtime), in_order=credit)
+    runtime.hooks.on_first(credit, lambda: _streams_of(runtime))
     runtime.server.stream_request = lambda server, peer, frame: _streams_of(runtime).request(server, peer, frame)
 
 

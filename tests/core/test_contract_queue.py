@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
@@ -25,6 +26,7 @@ from farcall.core.contract import (
     REQUEST,
     RESPONSE,
     ROOM,
+    STARVED,
     CoreError,
 )
 
@@ -120,6 +122,19 @@ def waited_for(pair: Pair) -> Any:
                 core.settle(number, None)
         if seen[0] is not None:
             return seen[0]
+
+
+def test_an_answer_whose_handle_dies_is_handed_out_again(pair: Pair) -> None:
+    pair.far.serve(1, lambda came: pair.far.answer(came, flags=MARKED))
+    answer = waited_for(pair)
+    number = answer.number
+    del answer
+    gc.collect()
+    answer = pair.near.core.next()
+    assert (answer.kind, answer.number, answer.payload) == (RESPONSE, number, b"what")
+    pair.near.core.placed(answer.handle)
+    pair.near.core.settle(number, 5)
+    assert pair.near.core.wait(number) == 5
 
 
 @pytest.mark.parametrize("put_back", ["defer", "pause_behind"])
@@ -299,6 +314,73 @@ def test_room_comes_where_the_rest_was_cancelled(pair: Pair) -> None:
     settle(pair)
     assert core.next(monotonic() + 0.02) is None
     pair.far.event(ROOM)
+
+
+def test_a_call_is_answered_over_its_own_link_alone(pair: Pair) -> None:
+    other = Pair.__new__(Pair)
+    other.near, other.far, other.family = (type(pair.near)(pair.near.core), type(pair.far)(pair.far.core), "unix")
+    other.admit()
+    other.connect()
+    number = pair.near.post(payload=b"right")
+    came = pair.far.core.next()
+    head, _ = frame(RESPONSE, b"", b"forged", number=number)
+    pair.far.core.post(other.far.link, head)
+    other.far.control(flags=OWNER)
+    other.near.event(CONTROL)  # so the forged one has come
+    assert not pair.near.core.done(number)
+    pair.far.answer(came)
+    assert pair.near.core.wait(number).payload == b"right"
+
+
+def test_what_waits_for_its_turn_counts(pair: Pair) -> None:
+    core = pair.far.core
+    core.limit_queue(4)
+    for _ in range(9):
+        pair.near.post(flags=MARKED)
+    assert pair.far.event(FULL).number == 4
+    settle(pair)
+    for _ in range(9):
+        came = core.next()
+        assert came.kind == REQUEST
+        core.placed(came.handle)
+    pair.far.event(ROOM)
+
+
+def test_a_marked_request_is_refused_at_its_turn(pair: Pair) -> None:
+    core = pair.far.core
+    core.limit_queue(2)
+    numbers = [pair.near.post(flags=MARKED | REFUSABLE) for _ in range(5)]
+    settle(pair)
+    for number in numbers[:2]:
+        came = core.next()
+        assert came.number == number
+        core.placed(came.handle)
+    for number in numbers[2:]:
+        refused = pair.far.event(REQUEST)
+        assert refused.number == number
+        core.placed(refused.handle)
+
+
+def test_the_event_thread_places_what_no_worker_comes_for(pair: Pair) -> None:
+    core = pair.far.core
+    pair.near.post(b"runs long")
+    core.next()
+    number = pair.near.post(b"first", flags=MARKED)
+    pair.near.post(b"second", flags=MARKED)
+    pair.near.post(b"plain")
+    pair.near.control(flags=MARKED)
+    pair.far.event(STARVED)
+    found = []
+    while waiting := core.to_place():
+        for each in waiting:
+            found.append((each.kind, each.function))
+            core.placed(each.handle)
+    assert found == [(REQUEST, b"first"), (REQUEST, b"second"), (CONTROL, b"")]
+    assert (core.counts().queued, core.counts().running) == (1, 3)
+    pair.near.core.cancel(number)
+    assert pair.far.event(CANCELLED).number == number
+    pair.far.event(STARVED)  # the plain one waits still
+    assert core.next().function == b"plain"
 
 
 # ---------------------------------------------------------------------- a look into it

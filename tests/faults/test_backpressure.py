@@ -18,6 +18,7 @@ from tests.kit.waiting import wait_until
 
 import farcall
 from farcall import api
+from farcall.core.contract import Traffic
 from farcall.errors import RpcTimeout
 from farcall.options import LimitOptions, MembershipOptions, MemoryOptions
 from farcall.testing.cluster import finish, start_processes
@@ -39,9 +40,12 @@ def memory_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+def traffic() -> Traffic:
+    return api.current_runtime().links.peers.remotes[1].link.traffic
+
+
 def queued_bytes() -> int:
-    link = api.current_runtime().links.peers.remotes[1].link
-    return sum(map(len, list(link.outgoing._outbox))) + sum(map(len, list(link.outgoing._unsent)))
+    return traffic().unsent_bytes
 
 
 def swallow(blob: object) -> int:
@@ -77,8 +81,9 @@ def flood_a_frozen_one(rank: int, port: int, transports: tuple[str, ...], with_p
         writer = threading.Thread(target=send_much)
         if with_pieces:
             # Another thread sits in the middle of a large message and holds the link meanwhile.
+            sent = traffic().sent_bytes
             writer.start()
-            wait_until(lambda: api.current_runtime().links.peers.remotes[1].link.outgoing.queue.full)
+            wait_until(lambda: traffic().sent_bytes > sent + len(BLOB))
         started = time.monotonic()
         with pytest.raises((RpcTimeout, RuntimeError), match=r"does not read|in time|timeout"):
             flood()
@@ -126,18 +131,17 @@ def read_slowly(rank: int, port: int) -> int:
     most_queued = 0
     if rank == 0:
         victim = farcall.rpc_sync("w1", os.getpid)
-        session = api.current_runtime().links.peers.remotes[1].link.session
         ended = threading.Event()
 
         def freeze_and_thaw() -> None:
             while not ended.is_set():
                 os.kill(victim, signal.SIGSTOP)
                 ended.wait(0.02)
-                answered = session.received
+                answered = traffic().frames
                 os.kill(victim, signal.SIGCONT)
                 ended.wait(0.001)
                 # On a busy machine it would never have its turn otherwise.
-                wait_until(lambda: ended.is_set() or session.received > answered)  # noqa: B023
+                wait_until(lambda: ended.is_set() or traffic().frames > answered)  # noqa: B023
 
         thread = threading.Thread(target=freeze_and_thaw)
         thread.start()
@@ -167,10 +171,11 @@ def one_gets_stuck(rank: int, port: int) -> bool:
     if rank == 0:
         victim = farcall.rpc_sync("w1", os.getpid)
         stop(victim)
+        sent = traffic().sent_bytes
         threads = [threading.Thread(target=send_much) for _ in range(3)]
         for thread in threads:
             thread.start()
-        wait_until(lambda: api.current_runtime().links.peers.remotes[1].link.outgoing.queue.full)
+        wait_until(lambda: traffic().sent_bytes > sent + len(BLOB))
         started = time.monotonic()
         for number in range(100):
             assert farcall.rpc_sync("w2", max, (number, -1), timeout=LONG_S) == number

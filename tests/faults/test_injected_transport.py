@@ -9,7 +9,8 @@ import pytest
 from tests.kit.times import LONG_S
 from tests.kit.transports import receive_exactly, send_all, wait_for_end
 
-from farcall.protocol.frames import REQUEST, encode_small, numbered
+from farcall.core.frames import with_number
+from farcall.protocol.frames import REQUEST, encode_small
 from farcall.testing.faults import Faults
 from farcall.transport.interface import Transport, TransportBroken
 from farcall.transport.unix import UnixListener, dial_unix
@@ -33,7 +34,7 @@ def wrapped_pair(faults: Faults) -> Iterator[tuple[Transport, Transport]]:
 
 
 FRAME = encode_small(REQUEST, 0, 1, b"pm\0f", b"", b"payload")
-STREAM = numbered([FRAME] * 100, 0)
+STREAM = b"".join(with_number(FRAME, number) for number in range(100))
 
 
 def test_what_was_written_before_a_close_arrives():

@@ -90,11 +90,11 @@ class Load:
             peers = [
                 peer
                 for peer in node._runtime.others()
-                if peer.linked and peer.link.up and peer.link.session.received > received.get(peer, 0)
+                if peer.linked and peer.link.up and peer.link.traffic.frames > received.get(peer, 0)
             ]
             if peers:
                 peer = chance.choice(peers)
-                received[peer] = peer.link.session.received
+                received[peer] = peer.link.traffic.frames
                 peer.link.interrupt("the test cuts it")
 
     def end_one(self) -> None:

@@ -127,7 +127,7 @@ class Seat:
         """Have the connection to ``to`` end for both sides; a silent one may have been given up already."""
         link = runtime_of(self.node).peer(to).link
         with self.faults.cut(to=to) as rule:
-            wait_until(lambda: rule.hits or link.outgoing.queue.down)
+            wait_until(lambda: rule.hits or not link.up)
 
 
 @contextmanager

@@ -97,10 +97,10 @@ def wait_for_the_test() -> str:
 def cut_often(faults: Faults, nodes: list[farcall.Node]) -> None:
     """Cut the connection of two nodes CUTS times, each time after something has come over it in both directions."""
     source = random.Random(faults.seed)
-    sessions = [next(iter(runtime_of(node).links.peers.remotes.values())).link.session for node in nodes]
+    links = [next(iter(runtime_of(node).links.peers.remotes.values())).link for node in nodes]
     for _ in range(CUTS):
-        before = [session.received for session in sessions]
-        wait_until(lambda: all(session.received > count for session, count in zip(sessions, before, strict=True)))  # noqa: B023
+        before = [link.traffic.frames for link in links]
+        wait_until(lambda: all(link.traffic.frames > count for link, count in zip(links, before, strict=True)))  # noqa: B023
         time.sleep(source.uniform(0.0, 0.02))  # a pace, not a wait: the cut may come at any point
         with faults.cut(sender=source.choice(nodes).get_worker_info().name) as rule:
             rule.wait_hits()
@@ -159,7 +159,7 @@ def test_every_small_call_ends_with_its_result_and_runs_once(transport: str) -> 
             if runtime_of(node).pool is not None:
                 wait_until(lambda node=node: runtime_of(node).pool.live_bytes == 0)
             (peer,) = runtime_of(node).links.peers.remotes.values()
-            assert peer.link.session.received > len(asked) // 4
+            assert peer.link.traffic.frames > len(asked) // 4
 
 
 @pytest.mark.parametrize("transport", KEPT)
@@ -426,7 +426,7 @@ def test_connections_that_break_again_and_again_are_no_death() -> None:
         under_way = nodes[0].rpc_async("w1", wait_for_the_test)
         assert reached.wait(PATIENCE_S)
         rule = faults.cut(count=None)
-        wait_until(lambda: runtime_of(nodes[0]).other(1).link.outgoing.queue.down)  # type: ignore[union-attr]
+        wait_until(lambda: not runtime_of(nodes[0]).other(1).link.up)  # type: ignore[union-attr]
         waits = nodes[0].rpc_async("w1", run, (1,))
         wait_until(lambda: (nodes[0].members()[1].unresponsive_s or 0.0) > 3.0)
         assert not under_way.done()
@@ -562,7 +562,7 @@ def freeze_and_cut(rank: int, faults: Faults) -> int:
         rule = faults.cut(to="w1")
         rule.wait_hits()
         calls = [farcall.rpc_async("w1", run, (number,)) for number in range(3)]
-        wait_until(lambda: api.current_runtime().other(1).link.outgoing.queue.down)  # type: ignore[union-attr]
+        wait_until(lambda: not api.current_runtime().other(1).link.up)  # type: ignore[union-attr]
     finally:
         os.kill(victim, signal.SIGCONT)
     assert [call.wait() for call in calls] == [0, 1, 2]

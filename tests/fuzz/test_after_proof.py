@@ -6,6 +6,7 @@ import logging
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -15,13 +16,15 @@ from tests.fuzz.mutations import mutate, pieces, rounds
 from tests.kit.team import team
 
 import farcall
+from farcall.core.contract import Arrived
+from farcall.core.frames import Decoder, WireError
 from farcall.errors import NotAllowed
 from farcall.protocol import messages
-from farcall.protocol.frame_decoder import FrameDecoder, FrameError
 from farcall.protocol.frames import CONTROL, REQUEST, Frame, encode_small
 from farcall.protocol.notes import decode_notes
 from farcall.rpc.references import NodeReferences
 from farcall.runtime.node import runtime_of
+from farcall.runtime.node.dispatcher import FLAGS, Dispatcher
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.serialize import restrict
 from farcall.serialize.allowance import Allowance
@@ -46,21 +49,31 @@ def work(node: farcall.Node, to: str) -> None:
 def recorded(node: Any) -> Iterator[list[tuple[Any, Frame]]]:
     """The frames that come to ``node`` meanwhile, copied before anybody reads them."""
     dispatcher, seen = node._runtime.dispatcher, []
-    plain = dispatcher.on_frame
+    frame_of, on_control = dispatcher.frame_of, dispatcher._on_control
 
-    def on_frame(peer: RemotePeer, frame: Frame) -> None:
-        seen.append((peer, copy_of(frame)))
-        plain(peer, frame)
+    def note(peer: RemotePeer, arrived: Arrived) -> None:
+        fields = arrived.flags & FLAGS, arrived.number, arrived.function, arrived.notes, bytes(arrived.payload)
+        seen.append((peer, Frame(arrived.kind, *fields)))
 
-    links = [peer.link.incoming for peer in node._runtime.others()]
-    before = [link._on_frame for link in links]
-    for peer, link in zip(node._runtime.others(), links, strict=True):
-        link._on_frame = lambda frame, peer=peer: on_frame(peer, frame)
+    def noted_frame(peer: RemotePeer, arrived: Arrived) -> Frame:
+        note(peer, arrived)
+        return frame_of(peer, arrived)
+
+    def noted_control(peer: RemotePeer, arrived: Arrived) -> None:
+        note(peer, arrived)
+        on_control(peer, arrived)
+
+    dispatcher.frame_of, dispatcher._on_control = noted_frame, noted_control
     try:
         yield seen
     finally:
-        for link, handler in zip(links, before, strict=True):
-            link._on_frame = handler
+        del dispatcher.frame_of, dispatcher._on_control
+
+
+def deliver(dispatcher: Dispatcher, peer: RemotePeer, frame: Frame) -> None:
+    """As a worker gets it from the core."""
+    fields = frame.function, frame.notes, frame.payload, ()
+    dispatcher.on_arrived(Arrived(frame.kind, frame.flags, peer.way, frame.call_id, *fields, None, -1, monotonic()))
 
 
 def copy_of(frame: Frame, **changes: Any) -> Frame:
@@ -109,7 +122,7 @@ def test_frames_that_cannot_be_handled_end_their_link_and_raise_nothing(
         for seed, chance in rounds(2000):
             frame = altered(chance, chance.choice(harmless), corpus)
             try:
-                dispatcher.on_frame(peer, frame)
+                deliver(dispatcher, peer, frame)
             except Exception as error:
                 raise AssertionError(f"seed {seed}: {frame!r}") from error
         assert aborted, "some of them are nonsense"
@@ -133,7 +146,7 @@ def test_with_data_alone_nobody_leaves_values_here(caplog: pytest.LogCaptureFixt
         restrict(Allowance(["operator:add"], [], "data"))
         try:
             for peer, frame in kept:
-                nodes[0]._runtime.dispatcher.on_frame(peer, copy_of(frame, call_id=frame.call_id + 1000))
+                deliver(nodes[0]._runtime.dispatcher, peer, copy_of(frame, call_id=frame.call_id + 1000))
             assert runtime_of(nodes[0]).part(NodeReferences).counts() == counts
             assert caplog.text.count("a reference to a value is not allowed here") == len(kept) >= 2
             with pytest.raises(NotAllowed, match="a reference to a value"):
@@ -146,7 +159,7 @@ def test_with_data_alone_nobody_leaves_values_here(caplog: pytest.LogCaptureFixt
 
 CONTROLS = [
     messages.encode_message(message)
-    for message in (messages.Ping(1), messages.FramesReceived(7), messages.CallCancelled(3), messages.ClockAsked(5))
+    for message in (messages.Ping(1), messages.QueueFull(7, 3), messages.Part(3), messages.ClockAsked(5))
 ]
 
 
@@ -162,7 +175,7 @@ def test_control_messages_of_no_sense_abort_their_link_only(monkeypatch: pytest.
         for seed, chance in rounds(3000):
             payload = mutate(chance, chance.choice(CONTROLS), CONTROLS)
             try:
-                dispatcher.on_frame(peer, Frame(CONTROL, payload=payload))
+                deliver(dispatcher, peer, Frame(CONTROL, payload=payload))
             except Exception as error:
                 raise AssertionError(f"seed {seed}: {payload!r}") from error
         assert aborted
@@ -176,33 +189,21 @@ def recorded_from_w1() -> list[Frame]:
     return [frame for _, frame in seen]
 
 
-def test_the_decoder_of_frames_raises_frame_errors_only() -> None:
+def test_the_decoder_of_frames_raises_wire_errors_only() -> None:
     wire = [
         encode_small(frame.kind, frame.flags, frame.call_id, frame.function, frame.notes, bytes(frame.payload))
         for frame in recorded_from_w1()
     ]
     for seed, chance in rounds(5000):
-        decoder = FrameDecoder(refuse_large)
+        decoder = Decoder()
         data = mutate(chance, b"".join(chance.sample(wire, min(3, len(wire)))), wire)
         try:
             for piece in pieces(chance, data):
-                rest = piece
-                while rest:
-                    view = decoder.writable()
-                    count = min(len(view), len(rest))
-                    view[:count] = rest[:count]
-                    decoder.received(count)
-                    rest = rest[count:]
-        except (FrameError, MemoryError):
+                list(decoder.feed(piece))
+        except WireError:
             continue
         except Exception as error:
             raise AssertionError(f"seed {seed}") from error
-
-
-def refuse_large(size_bytes: int) -> memoryview:
-    if size_bytes > 1 << 24:
-        raise MemoryError
-    return memoryview(bytearray(size_bytes))
 
 
 def test_notes_raise_decode_errors_only() -> None:

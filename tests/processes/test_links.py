@@ -147,7 +147,7 @@ def test_an_idle_pair_parts_and_is_joined_again_from_either_end(monkeypatch: pyt
         back = next(one for one in peers_of(other) if one.info.id == node._rank)
         for caller, callee in [(node, other), (other, node)] * 3:
             assert caller.rpc_sync(callee._lifecycle.name, length, args=(torch.zeros(1 << 18),)) == 1 << 18
-            wait_until(lambda: peer.link.outgoing.asleep and back.link.outgoing.asleep, "the parting")
+            wait_until(lambda: peer.link.asleep and back.link.asleep, "the parting")
         for one in nodes:
             near = [peer for peer in peers_of(one) if is_neighbour(one, peer)]
             assert all(peer.link.up for peer in near)
@@ -219,7 +219,7 @@ def test_who_ends_without_a_link_is_known_to_be_gone_by_those_who_hold_reference
         node, other, peer = one_pair(nodes)
         held = node.remote(other._lifecycle.name, length, args=(torch.zeros(3),))
         assert held.to_here() == 3
-        wait_until(lambda: peer.link.outgoing.asleep, "the parting")
+        wait_until(lambda: peer.link.asleep, "the parting")
         other.shutdown(graceful=False)
         wait_until(lambda: peer.broken, "the news")
         with pytest.raises(ReferenceLost):

@@ -29,7 +29,10 @@ def test_the_wheel_holds_the_package_and_nothing_else(installed: Installed) -> N
     libraries = {name for name in names if name.endswith(".so")}
     is_compiled = bool(libraries)
     assert is_compiled == can_compile()
-    assert libraries in (set(), {"farcall/serialize/_speedups.abi3.so", "farcall/protocol/_frames.abi3.so"})
+    assert libraries in (
+        set(),
+        {f"farcall/{path}.abi3.so" for path in ("serialize/_speedups", "protocol/_frames", "core/_core")},
+    )
     tags = "cp311-abi3-*" if is_compiled else "py3-none-any"
     assert fnmatch(wheel.name, f"farcall-{farcall.__version__}-{tags}.whl")
     tops = {name.partition("/")[0] for name in names}
@@ -37,13 +40,13 @@ def test_the_wheel_holds_the_package_and_nothing_else(installed: Installed) -> N
     assert "farcall/py.typed" in names
     assert f"farcall-{farcall.__version__}.dist-info/licenses/LICENSE" in names
     sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "farcall").rglob("*.py")}
-    assert {name for name in sources if not name.startswith("farcall/core/")} <= set(names)  # nothing uses the core yet
+    assert sources <= set(names)
 
 
 def can_compile() -> bool:
-    """Whether this machine has a compiler and Python's headers."""
-    compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
-    return Path(sysconfig.get_path("include"), "Python.h").exists() and shutil.which(compiler) is not None
+    """Whether this machine has compilers and Python's headers."""
+    compilers = [(sysconfig.get_config_var(name) or usual).split()[0] for name, usual in (("CC", "cc"), ("CXX", "c++"))]
+    return Path(sysconfig.get_path("include"), "Python.h").exists() and all(map(shutil.which, compilers))
 
 
 def test_calls_use_the_compiled_codec_of_the_wheel(installed: Installed) -> None:
@@ -52,12 +55,14 @@ def test_calls_use_the_compiled_codec_of_the_wheel(installed: Installed) -> None
     assert (not why_not) == (can_compile() and hasattr(torch.Tensor, "__dlpack_c_exchange_api__"))
     program = "from farcall.protocol.compiled import library; print(library is not None)"
     assert told(installed, installed.python, "-c", program).strip() == str(can_compile())
+    program = "from farcall.core import compiled; print(compiled() is not None)"
+    assert told(installed, installed.python, "-c", program).strip() == str(can_compile())
 
 
 def test_without_a_compiler_the_wheel_is_pure(installed: Installed, tmp_path: Path) -> None:
     [archive] = installed.dist.glob("*.tar.gz")
     command = (sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation")
-    told(installed, *command, "--wheel-dir", tmp_path, archive, CC="no-such-compiler")
+    told(installed, *command, "--wheel-dir", tmp_path, archive, CC="no-such-compiler", CXX="no-such-compiler")
     [wheel] = tmp_path.glob("*.whl")
     assert wheel.name == f"farcall-{farcall.__version__}-py3-none-any.whl"
     assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
@@ -68,7 +73,13 @@ def test_the_source_distribution_can_be_worked_on(installed: Installed) -> None:
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
     wanted = ("Makefile", "constraints.txt", "mkdocs.yml", "examples/pipeline.py", "tests/conftest.py", "docs/index.md")
-    assert {*wanted, "hatch_build.py", "src/farcall/serialize/_speedups.c", "src/farcall/protocol/_frames.c"} <= names
+    assert {
+        *wanted,
+        "hatch_build.py",
+        "src/farcall/serialize/_speedups.c",
+        "src/farcall/protocol/_frames.c",
+        "src/farcall/core/native/core.cc",
+    } <= names
 
 
 def test_the_wheel_is_what_is_tested(installed: Installed) -> None:

@@ -242,7 +242,7 @@ def test_a_timeout_says_what_the_callee_was_doing() -> None:
 
 def queued_explained(rank: int, done: str) -> str:
     _be_patient()
-    executor.STALLED_S = 10 * ANSWER_S  # the pool is not to grow
+    executor.MOST_EXTRA_THREADS = 0  # the pool is not to grow
     farcall.barrier(["w0", "w1"])
     if rank == 0:
         first = farcall.rpc_async("w1", wait_for_file, args=(done,), timeout=ANSWER_S)

@@ -49,7 +49,6 @@ def call(number):
 
 @pytest.fixture(autouse=True)
 def begun() -> Iterator[None]:
-    children.end()  # another test of this process may have read code by value, without a node that ends
     assert "reducer_override" not in ForkingPickler.__dict__
     children.begin()
     yield

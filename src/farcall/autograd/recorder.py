@@ -40,7 +40,6 @@ from farcall.protocol.frames import LETTER, REQUEST, Frame
 from farcall.protocol.gradients import PassId
 from farcall.protocol.messages import ProtocolError
 from farcall.protocol.notes import Notes, ProfileWanted
-from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.io import sigint
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import Runtime
@@ -182,12 +181,7 @@ class Recorder:
             logger.warning("%s: cannot handle a gradient message from %s: %s", name, peer.info.name, error)
         for local in passes:
             work = _Work(self, peer.number, local)
-            is_last = local is passes[-1]
-            kept = peer.run_inline(work, at_once=True) if is_last and self._quick.get(peer.number) else None
-            if kept is None:
-                self.node.executor.submit(work)
-            elif not kept:
-                self._quick[peer.number] = False
+            self.node.executor.submit(work)
 
     def _on_peer_gone(self, peer: Peer) -> None:
         # On the I/O thread: this may send messages, but must not wait.
@@ -225,7 +219,7 @@ class Recorder:
                 return  # another thread has sent the held-back messages
             frame = encode_messages([*messages, *held_back], peer)
             try:
-                peer.send(frame, deadline, awaited=awaited)
+                peer.send(frame, deadline)
             except BaseException:
                 withdraw(frame)
                 raise
@@ -257,17 +251,8 @@ class Recorder:
 
     def wait(self, local: LocalPass) -> Event | None:
         node, deadline = self.node, local.machine.deadline or NEVER
-        others = local.machine.peers - {self.worker_id}
         with node.calls.waiting():
-            if len(others) == 1 and monotonic() < deadline:
-                # All further events come over one link: reading it on this thread saves a hop between threads.
-                local.flush(awaited=local)
-                if local.inbox.empty():
-                    peer = node.numbered(*others)
-                    if peer is not None:
-                        peer.help_until(local, deadline)
-            else:
-                local.flush()
+            local.flush()
             try:
                 return local.inbox.get(timeout=None if deadline == NEVER else max(0.0, deadline - monotonic()))
             except Empty:
@@ -293,8 +278,6 @@ class _Work:
     """A worker's part in a pass, as a task of the executor."""
 
     __slots__ = ("_local", "_recorder", "_sender")
-
-    expected_s = UNKNOWN_S
 
     def __init__(self, recorder: Recorder, sender: int, local: LocalPass) -> None:
         self._recorder = recorder

@@ -39,17 +39,18 @@ OVERDUE: Final = 17
 ENDED: Final = 18
 """Of a call: its link ended; ``flags`` is NOT_SENT or UNKNOWN. From `events`, with number 0: the connection of ``link``
 broke, ``function`` says why (empty: the peer ended it); with the flag UNKNOWN no other one may follow, and `end` is
-due: the peer sent what is no stream of frames, or a handle died unplaced."""
+due: the peer sent what is no stream of frames."""
 DROPPED: Final = 19
 """From `next`: a marked frame, or one with tickets or a descriptor, that nobody wants: to be declined. ``payload`` and
 ``buffers`` are those of the frame."""
 STARVED: Final = 20
-"""From `events`: a request waits, and all workers wait in farcall for something else."""
+"""From `events`: work waits, and all workers wait in farcall for something else, or nothing has ended for 50 ms. Again
+after as long, if it still does."""
 WANTED: Final = 21
 """From `events`: something is to be sent over ``link``, which was put to `sleep`."""
 FULL: Final = 22
-"""From `events`: a request of ``link`` came where ``number`` wait already, as many as `limit_queue` says, and was
-queued nevertheless. Once for each link, until ROOM."""
+"""From `events`: a request of ``link`` came where ``number`` wait already, for a worker or for their turn, as many as
+`limit_queue` says, and was queued nevertheless. Once for each link, until ROOM."""
 ROOM: Final = 23
 """From `events`, some time after FULL: no more than half as many wait."""
 
@@ -77,8 +78,8 @@ LARGE_BYTES: Final = 64 * 1024
 
 
 class Handle(Protocol):
-    """A marked frame that is being placed. If it dies unplaced, its link ends: nobody knows what was done. What came
-    before is still handed out, and the rest is `Core.end`, which news of it asks for."""
+    """A marked frame that is being placed. If it dies unplaced, the frame is handed out again: Ctrl-C came before its
+    taker had begun. Who has begun holds signals back until `placed`."""
 
 
 class Arrived(NamedTuple):
@@ -190,6 +191,8 @@ class Core(Protocol):
 
     def lost(self, link: int, received: int) -> list[bytes]:
         """The heads of the large messages that a peer lacks which counts ``received`` frames: their memory is gone.
+
+        Not of letters, which are kept as small frames are.
 
         Raises `CoreError` where that count cannot be. ``link`` has no connection.
         """
@@ -326,6 +329,12 @@ class Core(Protocol):
 
     def placed(self, handle: Handle) -> None:
         """The marked frame is placed: the next one may come."""
+
+    def to_place(self) -> list[Arrived]:
+        """The marked frames that wait for a worker, but for answers: the event thread may place them when STARVED.
+
+        What waits behind them would wait for a free worker, too. Their requests run from then on.
+        """
 
     def begin_wait(self) -> None:
         """This worker waits for something else than the core: another may run in its place."""

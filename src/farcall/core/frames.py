@@ -145,6 +145,8 @@ class Message:
     buffers: list[memoryview | tuple[int, int, int]] = field(default_factory=list)
     descriptor: Descriptor | None = None
     at: float = 0.0
+    refused: bool = False
+    """A request that came where too many waited: it leaves the order for the event thread."""
     waited_for: bool = False
     """Of an answer: whoever waited for it has it, and its call is over."""
 

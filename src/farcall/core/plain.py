@@ -189,7 +189,7 @@ class Handle:
 
     def __del__(self) -> None:
         if not self.placed:
-            self.core._abandon(self.message.link)
+            self.core._abandon(self)
 
 
 def _entered(
@@ -752,6 +752,13 @@ class Core(contract.Core):
         if message.kind == contract.REQUEST:
             self._requests += 1
             link.requests[message.number] = _Served(kept=bool(message.flags & contract.KEPT))
+            waiting = self._waiting()
+            if not message.flags & contract.OWNER and waiting >= self._queue_limit:
+                if message.flags & contract.REFUSABLE:
+                    message.refused = True
+                elif not link.is_full:
+                    link.is_full = True
+                    self._put_event(_news(contract.FULL, link.number, waiting))
         if message.flags & contract.OWNER:
             if message.kind == contract.REQUEST:
                 link.requests[message.number].running = True
@@ -768,20 +775,23 @@ class Core(contract.Core):
             message = link.order.popleft()
             link.placing = bool(message.flags & contract.MARKED)
             self._hand_out(link, message)
+        self._look_for_room()
         self._forget_ended(link)
+
+    def _waiting(self) -> int:
+        """Work, and requests that wait for their turn."""
+        held = sum(each.kind == contract.REQUEST for link in self._links.values() for each in link.order)
+        return len(self._queue) + held
 
     def _hand_out(self, link: _Link, message: Message) -> None:
         if message.kind == contract.REQUEST:
             served = link.requests.get(message.number)
             if served is None:
                 self._drop(message)  # cancelled while it waited for its turn
-            elif message.flags & contract.REFUSABLE and len(self._queue) >= self._queue_limit:
+            elif message.refused:
                 served.running = True
                 self._put_event(message)
             else:
-                if len(self._queue) >= self._queue_limit and not link.is_full:
-                    link.is_full = True
-                    self._put_event(_news(contract.FULL, link.number, len(self._queue)))
                 self._put_work(message)
         elif message.kind in _ANSWERS:
             self._answer_came(message)
@@ -917,17 +927,14 @@ class Core(contract.Core):
         at.paused = False
         self._advance(at)
 
-    def _abandon(self, link: int) -> None:
-        """A marked frame will never be placed."""
+    def _abandon(self, handle: Handle) -> None:
+        """Whoever was to place this frame has not begun."""
         if self._section.forked:
             return
         with self._section:
-            at = self._at(link)
-            if not at.ended and not self._stopped:
-                at.placing, at.ended = False, True  # the rest is `end`, which is not for a destructor
-                why = "a frame was not placed: nobody knows what of it was done; please report this"
-                self._put_event(_news(contract.ENDED, link, 0, contract.UNKNOWN, why))
-                self._advance(at)
+            if not self._stopped and (found := self._put_back(handle)):
+                found[0].order.appendleft(found[1])
+                self._advance(found[0])
 
     # ------------------------------------------------------------------ letters
 
@@ -1027,14 +1034,8 @@ class Core(contract.Core):
                 assert answer is not None
                 found = self._arrived(answer)
             else:
-                if work.kind == contract.REQUEST:
-                    link = self._links.get(work.link)
-                    if link is not None and (served := link.requests.get(work.number)):
-                        served.running = True
-                    elif work.has_belongings:
-                        work.kind = contract.DROPPED  # its caller gave up, or is gone
-                    else:
-                        continue
+                if not self._start(work):
+                    continue
                 found = self._arrived(work)
             worker = self._worker()
             worker.running = True
@@ -1044,9 +1045,21 @@ class Core(contract.Core):
             return (found,)
         return None
 
+    def _start(self, message: Message) -> bool:
+        """A worker, or who places it, has it. False: nobody wants it, and there is nothing to decline."""
+        if message.kind == contract.REQUEST:
+            link = self._links.get(message.link)
+            if link is not None and (served := link.requests.get(message.number)):
+                served.running = True
+            elif not message.has_belongings:
+                return False
+            else:
+                message.kind = contract.DROPPED  # its caller gave up, or is gone
+        return True
+
     def _look_for_room(self) -> None:
         full = [link for link in self._links.values() if link.is_full]
-        if full and len(self._queue) <= self._queue_limit / 2:
+        if full and self._waiting() <= self._queue_limit / 2:
             for link in full:
                 link.is_full = False
             self._put_event(_news(contract.ROOM))
@@ -1076,6 +1089,17 @@ class Core(contract.Core):
         self._put_work(_Task(task))
 
     @_entered
+    def to_place(self) -> list[Arrived]:
+        queue, self._queue = self._queue, deque()
+        found: list[Message] = []
+        for work in queue:
+            if isinstance(work, Message) and work.flags & contract.MARKED and work.kind not in _ANSWERS:
+                found.append(work)
+            else:
+                self._queue.append(work)
+        return [self._arrived(message) for message in found if self._start(message)]
+
+    @_entered
     def begin_wait(self) -> None:
         self._begin_wait()
 
@@ -1099,14 +1123,14 @@ class Core(contract.Core):
 
     def _look_for_starvation(self) -> None:
         """Does work wait, and no worker come for it?"""
-        if not self._queue or self._available or self._starved or not self._serves:
+        if not self._queue or self._available or not self._serves:
             return
         now = monotonic()
-        if not self._busy or self._hungry_at <= now:
+        if self._hungry_at <= now or not (self._busy or self._starved):
             self._starved = True
             self._hungry_at = inf
             self._put_event(_news(contract.STARVED))
-        elif self._hungry_at == inf:
+        if self._hungry_at == inf:
             self._hungry_at = now + _HUNGRY_S
             self._wake_reader(self._hungry_at)
 
@@ -1222,7 +1246,8 @@ class Core(contract.Core):
                 self._put_work(call)
         if self._hungry_at <= now:
             self._look_for_starvation()
-            self._hungry_at = inf
+            if self._hungry_at <= now:
+                self._hungry_at = inf
         self._looks_at = min(self._hungry_at, self._timers[0][0] if self._timers else inf)
 
     def _read(self, link: _Link, connection: socket.socket) -> None:

@@ -9,7 +9,8 @@
 A frame gets its number as it goes to the wire, also when it goes there again. Small frames pass between the chunks of
 large messages. The bytes of small frames are kept until the peer has them. The pieces of a large message are its
 sender's, who waits until all of it has left and takes them back then; so what of it is lost cannot be sent again: after
-a broken connection its sender supplies what goes in its place (`lost`, `resume`).
+a broken connection its sender supplies what goes in its place (`lost`, `resume`). For a letter nothing could stand: its
+chunks are kept, as small frames are.
 
 A slot is a large message's until its last byte has left: an earlier end would let another message begin there, which
 would be in the way if this one had to go on over another connection.
@@ -21,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from farcall.core.contract import CARRIES, CHUNK, REQUEST
+from farcall.core.contract import CARRIES, CHUNK, LETTER, REQUEST
 from farcall.core.frames import (
     ABANDONED,
     MAX_SLOTS,
@@ -54,8 +55,10 @@ class Large:
     """Its sender can take its memory back."""
     failed: bool = False
     """No peer has it whole, or will."""
+    is_letter: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.is_letter = Header.of(self.head).kind == LETTER
         self.pieces = [piece for piece in self.pieces if piece.nbytes]
         self.size = len(self.head) + sum(piece.nbytes for piece in self.pieces)
 
@@ -74,7 +77,7 @@ class Large:
 
 @dataclass(eq=False, slots=True)
 class _Kept:
-    """A frame that the peer may lack: a small one, or the chunk of ``large`` from ``offset`` on."""
+    """A frame that the peer may lack: a small one, a letter's chunk, or the chunk of ``large`` from ``offset`` on."""
 
     frame: bytes = b""
     descriptor: Descriptor | None = None
@@ -237,10 +240,12 @@ class Outgoing:
         size = min(self._chunk, large.size - large.at)
         self._chunk = min(2 * self._chunk, _LARGEST_CHUNK)
         header = self._number(bare_frame(CHUNK, large.slot, large.at, size))
-        self._kept.append(_Kept(large=large, offset=large.at))
+        offset, spans = large.at, large.cut(size)
+        is_letter = large.is_letter
+        self._kept.append(_Kept(b"".join((header, *spans))) if is_letter else _Kept(large=large, offset=offset))
         self.size += len(header)
         self._wire.append(_Span(memoryview(header)))
-        self._wire.extend(_Span(span, large) for span in large.cut(size))
+        self._wire.extend(_Span(span, large) for span in spans)
         if large.at < large.size:
             self._turns.append(large)
 
@@ -258,7 +263,10 @@ class Outgoing:
             if span.large is None:
                 self.size -= span.bytes.nbytes
             else:
-                span.large.unwritten -= span.bytes.nbytes
+                large = span.large
+                large.unwritten -= span.bytes.nbytes
+                if large.is_letter and not large.unwritten and large.at == large.size:
+                    self._finish(large)
         self._wire.clear()
         self.rests = False
         self._chunk = _FIRST_CHUNK

@@ -12,10 +12,30 @@ import threading
 from _signal import getsignal  # type: ignore[import-not-found]  # 20 ns; that of `signal` looks for an enum's member
 from _signal import signal as set_handler
 from collections import deque
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
 from farcall.core.contract import Stopped
+
+_in_wait = False
+_others: list[Callable[[], bool]] = []
+
+
+def in_wait() -> bool:
+    """For a handler of a signal: is it run by a wait of a core, which it may end by raising?
+
+    Only the first to ask is told so: what a handler then does itself is no wait.
+    """
+    global _in_wait
+    found, _in_wait = _in_wait, False
+    return found or any(other() for other in _others)
+
+
+def look_at(other: Callable[[], bool]) -> None:
+    """Ask another implementation, too."""
+    _others.append(other)
+
 
 _SIGNALS: Final = sorted(map(int, signal.valid_signals()))
 
@@ -50,10 +70,14 @@ class Interrupts:
         if threading.get_ident() != threading.main_thread().ident:
             sleeper.sleep(seconds)
             return
+        global _in_wait
         try:
+            _in_wait = True
             self._let_through()
+            _in_wait = True
             sleeper.sleep(seconds)
         finally:
+            _in_wait = False
             self._hold_back()
 
     def _hold_back(self) -> None:

@@ -30,6 +30,7 @@ from farcall.observe.snapshot import (
     StackLine,
     outgoing_call,
     pool_view,
+    queued_calls,
     served_call,
     take_snapshot,
     view_threads,
@@ -359,7 +360,9 @@ def describe_calls(node: Runtime, peer: Peer | None, argument: bytes) -> bytes:
 def _describe_call(node: Runtime, pool: PoolView, peer: Peer | None, call_id: int) -> CallState:
     request = None if peer is None else node.server.find(peer, call_id)
     if request is None:
-        return CallState(None, pool)
+        waiting = [] if peer is None else queued_calls(node)
+        found = [one for one in waiting if one.call_id == call_id and peer and one.caller == peer.info.name]
+        return CallState(found[0] if found else None, pool, worker_state=node.state)
     served = served_call(request)
     thread, at, waits_for = "", None, None
     if served.thread_id:

@@ -33,7 +33,7 @@ class Clocks:
         self._asked_at: dict[int, float] = {}
         self._left: dict[int, int] = {}
         # ``in_order`` runs it on the thread that reads the link: a hop to another thread would widen the bound.
-        node.hooks.on_control(ClockTold, self._on_told, in_order=True)
+        node.hooks.on_control(ClockTold, self._on_told)
 
     def ask(self, peer: Peer) -> None:
         """Measure the offset of ``peer``'s clock, unless that was done recently."""

@@ -18,7 +18,7 @@ import msgspec
 
 from farcall.autograd.recorder import Recorder
 from farcall.html import table
-from farcall.observe.snapshot import PoolView, function_title, pool_view
+from farcall.observe.snapshot import PoolView, function_title, pool_view, queued_calls
 from farcall.rpc.batches import Batches
 from farcall.rpc.node_streams import Streams
 from farcall.rpc.references import NodeReferences
@@ -223,7 +223,7 @@ def collect(node: Runtime) -> Metrics:
         served=[one for peer in everyone for one in _calls(peer.info.name, peer.served)],
         channels=[one for peer in others for one in _channels(peer)],
         calls_in_flight=len(node.calls),
-        served_in_flight=len(node.server.active),
+        served_in_flight=len(node.server.active) + len(queued_calls(node)),
         pool=pool_view(node),
         owned_references=references.owned,
         used_references=references.users,
@@ -274,9 +274,7 @@ def _channels(peer: RemotePeer) -> Iterable[ChannelMetrics]:
     if not peer.was_connected:
         return  # a member to which no connection was ever needed
     name, link = peer.info.name, peer.link
-    yield ChannelMetrics(
-        name, link.transport.describe().split()[0], link.outgoing.bytes_sent, link.incoming.bytes_received
-    )
+    yield ChannelMetrics(name, link.transport.describe().split()[0], *link.traffic[:2])
     if peer.shared_bytes_sent or peer.shared_bytes_received:
         yield ChannelMetrics(name, "shared memory", peer.shared_bytes_sent, peer.shared_bytes_received)
     devices = peer.devices

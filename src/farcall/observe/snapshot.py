@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from farcall.core.contract import CoreError
 from farcall.imports import current_frames
 from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.calls.serving import Request
@@ -178,8 +179,10 @@ def take_snapshot(node: Runtime) -> WorkerSnapshot:
     pending = node.calls.snapshot()
     active = node.server.active
     calls = [outgoing_call(call) for call in pending[:MOST_CALLS]]
-    served = [served_call(request) for request in active[:MOST_CALLS]]
-    calls_left_out, served_left_out = len(pending) - len(calls), len(active) - len(served)
+    everything = [*map(served_call, active[:MOST_CALLS]), *queued_calls(node)]
+    served = everything[:MOST_CALLS]
+    calls_left_out = len(pending) - len(calls)
+    served_left_out = max(0, len(active) - MOST_CALLS) + len(everything) - len(served)
     batches = node.part_if_made(Batches)
     if batches is not None:
         served += [_running_batch(batch) for batch in list(batches.running.values())]
@@ -250,6 +253,20 @@ def served_call(request: Request) -> ServedCall:
         waiting=0 if turns is None or behind is None else turns.waiting,
         progress=request.progress(),
     )
+
+
+def queued_calls(node: Runtime) -> list[ServedCall]:
+    """The calls that no worker has taken yet: of them only the core knows."""
+    peers, now = node.dispatcher.peers, monotonic()
+    try:
+        queued = node.executor.core.queued()
+    except CoreError:
+        return []  # the node has ended
+    return [
+        ServedCall(one.number, peers[one.link].info.name, function_title(one.function), QUEUED, now - one.at, 0)
+        for one in queued
+        if one.link in peers
+    ]
 
 
 def _running_batch(batch: RunningBatch) -> ServedCall:

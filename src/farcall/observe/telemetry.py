@@ -14,6 +14,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
+from farcall.core.contract import Core
 from farcall.errors import InitError
 from farcall.observe.snapshot import function_title
 from farcall.protocol.frames import FAILURE, Frame
@@ -91,13 +92,14 @@ class TracedCalls(CallTable):
 
     def __init__(
         self,
+        core: Core,
         timer: Callable[[Callback], Timer],
         executor: Executor,
         when_overloaded: str,
         telemetry: Telemetry,
         **others: Any,
     ) -> None:
-        super().__init__(timer, executor, when_overloaded, **others)
+        super().__init__(core, timer, executor, when_overloaded, **others)
         self.telemetry: Telemetry = telemetry
         self._spans: dict[int, Any] = {}  # of asynchronous calls, by the identity of the call
 
@@ -162,10 +164,6 @@ class _TracedTask:
     def __init__(self, telemetry: Telemetry, request: Request) -> None:
         self._telemetry = telemetry
         self.served: Request = request
-
-    @property
-    def expected_s(self) -> float:
-        return self.served.expected_s
 
     def run(self, more: bool) -> None:
         with self._telemetry.serving(self.served) as span:

@@ -9,7 +9,7 @@ import importlib
 import os
 from typing import Any
 
-_INTERFACE = 2
+_INTERFACE = 3
 """The version of the functions in ``_frames.c``: a library with another one, of another farcall, is not used."""
 
 

@@ -1,11 +1,12 @@
-"""The wire layout, and the encoding of one message. `frame_decoder.py` decodes it.
+"""The wire layout, and the encoding of one message. The core decodes it (`core/frames.py`).
 
 No socket, thread, clock or torch. All integers are little-endian.
 
     offset  size  field
     0       2     magic, b"fc"
     2       1     version of this layout
-    3       1     kind: 1 request, 2 response, 3 failure, 4 control, 5 letter, 6 chunk
+    3       1     kind: 1 request, 2 response, 3 failure, 4 control, 5 letter; the core's own: 6 chunk,
+                  7 acknowledgement, 8 cancellation
     4       4     flags (see notes.py; 0 for most; of a control frame: 1 if a descriptor rides along)
     8       8     call id (0 for control; of a letter, the number of its subject)
     16      8     payload length
@@ -18,7 +19,8 @@ No socket, thread, clock or torch. All integers are little-endian.
                   the sender goes on using these bytes
     ...           function, notes, payload, then every inline buffer in order
 
-Both ends handle a message as a `Frame`: the writer fills one in, the decoder makes one, and handlers read its fields.
+Both ends handle a message as a `Frame`: the writer fills one in, the dispatcher makes one, and handlers read its
+fields.
 
 A large message travels in chunks, and other frames pass between them. A chunk has the same header, with other
 contents: the flags hold a slot, which distinguishes the messages in progress; the call id is the offset of the chunk's
@@ -26,7 +28,7 @@ bytes within the message; the payload length is their number. The first chunk of
 own header. The flag ABANDONED says instead that no more of the message comes. The receiver reassembles at most
 MAX_SLOTS messages at a time. Each chunk is a frame of the link and has a number; in the message's own header it is 0.
 
-A frame gets its number when it leaves, also when it leaves again (`session.py`). Another one than expected ends the
+A frame gets its number when it leaves, also when it leaves again (`core/session.py`). Another one than expected ends the
 link: so a slip at either end, which loses or repeats a frame, can never run a request twice.
 
 The order of frames: a frame whose sending ended before that of another began arrives first. Of two frames that two
@@ -46,12 +48,9 @@ from farcall.ids import RefId
 from farcall.protocol.compiled import library
 
 MAGIC = b"fc"
-VERSION = 2
+VERSION = 3
 HEADER = Struct("<2sBBIQQIIII")
 BUFFER_ENTRY = Struct("<QQQ")
-NUMBER = Struct("<I")
-NUMBER_AT = 36
-NUMBER_MASK = (1 << 32) - 1
 
 MAX_FUNCTION_BYTES = 4096
 """A function's name: receivers keep some of those that senders choose. `_frames.c` has the number, too."""
@@ -65,14 +64,7 @@ RESPONSE = 2
 FAILURE = 3
 CONTROL = 4
 LETTER = 5
-CHUNK = 6
-"""A part of a message, not a message."""
 
-ABANDONED = 1 << 31
-"""The flag of a chunk without bytes: the rest of the message in its slot will not come."""
-MAX_SLOTS = 16
-CARRIES_DESCRIPTOR = 1
-"""The flag of a control frame whose first byte carries a descriptor."""
 YOURS = 1 << 63
 """Set in a ticket's segment id: the segment is the receiver's own."""
 SHARED = 1 << 62
@@ -125,6 +117,8 @@ class Frame(msgspec.Struct):
     """At the receiver of a request for a function by value: its `LoadedUnit`, or why there is none."""
     turns: Any = None
     """At the receiver of such a request: that object's mailbox."""
+    marked: bool = False
+    """At the sender: is it handled in order with the other marked frames of its link?"""
     handed_over: bool = False
     """Did a link take the frame? From then on only an error with ``Delivery.NOT_SENT`` proves that it was not sent."""
 
@@ -151,18 +145,6 @@ encode_small: Callable[[int, int, int, bytes, bytes, bytes], bytes] = (
     encode_small_in_python if library is None else library.encode_small
 )
 """``encode_small(kind, flags, call_id, function, notes, payload)``: a frame without buffers as one ``bytes``."""
-
-
-def numbered_in_python(frames: bytes | list[bytes], number: int) -> bytes:
-    """See `numbered`."""
-    pieces: list[bytes] = []
-    for count, frame in enumerate([frames] if isinstance(frames, bytes) else frames, number):
-        pieces += frame[:NUMBER_AT], NUMBER.pack(count & NUMBER_MASK), frame[HEADER.size :]
-    return b"".join(pieces)
-
-
-numbered: Callable[[bytes | list[bytes], int], bytes] = numbered_in_python if library is None else library.numbered
-"""``numbered(frames, number)``: a frame, or a list of frames, joined, each with its number, from ``number`` on."""
 
 
 def encode_frame(

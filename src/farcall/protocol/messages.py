@@ -87,12 +87,6 @@ class Goodbye(ControlMessage, frozen=True, tag=3):
     agreed: bool = False
 
 
-class FramesReceived(ControlMessage, frozen=True, tag=4):
-    """Acknowledges the first ``count`` frames that the addressee sent in this session; see session.py."""
-
-    count: int
-
-
 class Part(ControlMessage, frozen=True, tag=5):
     """Proposes to close an idle connection. The sender sends nothing after this until the answer.
 
@@ -151,12 +145,6 @@ class BlocksReleased(ControlMessage, frozen=True, tag=13):
 
 
 # --- calls ---------------------------------------------------------------------------------------------
-
-
-class CallCancelled(ControlMessage, frozen=True, tag=20):
-    """The caller gave up: do not begin the call, or cancel it if it runs; see runtime/calls/scope.py."""
-
-    call_id: int
 
 
 class QueueFull(ControlMessage, frozen=True, tag=21):
@@ -276,11 +264,31 @@ class DeviceSegmentRetired(ControlMessage, frozen=True, tag=84):
 
 DEVICE_MESSAGES: Final = (DevicesMapped, DeviceTried, DeviceOpened, DeviceBlocksReleased, DeviceSegmentRetired)
 
+PLACED: Final = frozenset(
+    (
+        *DEVICE_MESSAGES,
+        BlocksReleased,
+        ClockAsked,
+        ClockTold,
+        QueueFull,
+        QueueHasRoom,
+        SegmentAccepted,
+        SegmentRefused,
+        SegmentRetired,
+        references.Register,
+        streams.StreamClosed,
+        streams.StreamCredit,
+        weights.BlockOffered,
+        weights.VersionPushed,
+    )
+)
+"""Messages that are handled in order with the frames around them, by whatever worker gets them. All others are handled
+by the I/O thread, in order among themselves."""
+
 Message = (
     Ping
     | Pong
     | Goodbye
-    | FramesReceived
     | Part
     | Parted
     | Stay
@@ -289,7 +297,6 @@ Message = (
     | SegmentRefused
     | SegmentRetired
     | BlocksReleased
-    | CallCancelled
     | QueueFull
     | QueueHasRoom
     | CodeWanted

@@ -18,8 +18,6 @@ from farcall.protocol.references.messages import Fork
 
 KEEP = 1
 """A request's flag: the callee keeps the result, as the value of the reference ``created`` in the notes."""
-REFUSABLE = 2
-"""A request's flag: the callee may refuse this call if too many are queued."""
 STREAM = 8
 """A request's flag: the function returns an iterable, whose items are sent one by one."""
 REFUSED = 4

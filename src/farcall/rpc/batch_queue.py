@@ -22,17 +22,17 @@ import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from farcall.core.contract import REFUSABLE
 from farcall.errors import Cancelled, RpcError
 from farcall.protocol.frames import FAILURE, Frame
-from farcall.protocol.notes import REFUSABLE, REFUSED, Refusal, encode_refusal
+from farcall.protocol.notes import REFUSED, Refusal, encode_refusal
 from farcall.rpc.outcome import copied
 from farcall.runtime.calls.coroutines import Concluded
-from farcall.runtime.calls.executor import UNKNOWN_S
 from farcall.runtime.calls.results import StoredFailure
 from farcall.runtime.calls.serving import Request
 from farcall.runtime.calls.turns import Turns
@@ -140,11 +140,6 @@ class Queue:
         self._is_running = False
         self.turns: Turns | None = None
 
-    @property
-    def expected_s(self) -> float:
-        """See `Task`."""
-        return self._node.server.inline.expected_s.get(self._rules.key, UNKNOWN_S)
-
     def put(self, owner: Any, argument: Any, caller: Request | CallHere, served: Request | None = None) -> None:
         """Queue ``argument`` for a batch, which answers ``caller``. ``served``: see `Item`."""
         devices = self._node.device_list
@@ -163,9 +158,7 @@ class Queue:
             begins = not self._is_running and len(self._waiting) >= self._rules.max_size
             is_first = not self._is_running and len(self._waiting) == 1
             self._is_running = self._is_running or begins
-        if begins and request is not None and self.turns is None:
-            self._node.server.run_behind(request, self, self._rules.key)
-        elif begins:
+        if begins:
             self._submit()
         elif is_first:
             self._batches.begin_when_due(self)
@@ -206,7 +199,6 @@ class Queue:
 
     def run(self, more: bool) -> None:
         """Run one batch, then begin the next if it is due. On a worker, or on the I/O thread if batches are brief."""
-        began = perf_counter()
         items = self.take()
         if not items:
             self.ended()
@@ -242,7 +234,6 @@ class Queue:
                 self._hand_out(items, [error] * len(items))
         else:
             self._hand_out(items, results)
-        self._node.server.inline.ran(self._rules.key, perf_counter() - began)
         self.ended()
 
     def _show(self, requests: list[Request], count: int) -> None:
@@ -273,8 +264,7 @@ class Queue:
 
     def _hand_out(self, items: Sequence[Item], results: Sequence[Any]) -> None:
         """Give each caller its own result, or error."""
-        server = self._node.server
-        for count, (item, result) in enumerate(zip(items, results, strict=True), 1):
+        for item, result in zip(items, results, strict=True):
             try:
                 if isinstance(result, Exception):
                     # One error for several callers: each gets a copy.
@@ -282,15 +272,9 @@ class Queue:
                 elif isinstance(result, BaseException):
                     item.caller.fail(RpcError(f"{type(result).__name__}: {result}"))
                 else:
-                    item.caller.answer([result], True)
+                    item.caller.answer([result])
             except BaseException as error:  # the class of an error may raise anything when it is copied or shown
                 item.caller.fail(RpcError(f"{type(result).__name__}, which raises {type(error).__name__} when shown"))
-            if count & (count + 1) == 0:
-                # Flush after 1, 3, 7 ... answers: callers read the first answers while this thread encodes the next,
-                # and the number of writes stays logarithmic. With a single write at the end, callers would sleep
-                # until the last answer is encoded.
-                server.flush()
-        server.flush()
 
     def ended(self) -> None:
         """A batch is done: begin the next one if it is full; otherwise when it is due."""

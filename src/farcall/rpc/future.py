@@ -32,7 +32,7 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.observing.counters import name_of
 from farcall.runtime.observing.profiling import PROFILING, is_profiled
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import FLAT_FORM, has_devices, read_value, takes_long, withdraw
+from farcall.serialize import has_devices, read_value, withdraw
 
 if TYPE_CHECKING:
     from farcall.runtime.node import Runtime
@@ -60,7 +60,6 @@ class Future(Outcome[T], PendingCall):
         _make_future(self, [])
         self._stamp: Stamp | None = None
         self._node: Runtime = node
-        self._frame: Frame | None = None
         self._waiters: list[Opens] = []
         self.peer = peer
         self.what = what
@@ -86,7 +85,7 @@ class Future(Outcome[T], PendingCall):
             until = monotonic() + limit_s
             with self._node.calls.waiting():
                 if not self.arrived:
-                    self.peer.help_until(self, self.deadline if self.deadline < until else until)
+                    self._node.calls.wait(self, until)
                 if self._value is _NONE_YET and not self.done():
                     # Not torch's own wait: Ctrl-C does not interrupt it.
                     finished = Gate()
@@ -105,8 +104,19 @@ class Future(Outcome[T], PendingCall):
 
     def when_done(self, gate: Opens) -> None:
         self._waiters.append(gate)
+        self._want_told()
         if self.done():  # checked after the append: `_wake` may have run just before it
             self._wake()
+
+    def _want_told(self) -> None:
+        """Somebody is to be told when the answer comes: a worker takes it at once."""
+        if not self.is_told:
+            self.is_told = True
+            self._node.calls.tell(self)
+
+    def _add(self, act: Callable[[Any], None]) -> None:
+        super()._add(act)
+        self._want_told()
 
     def value(self) -> T:
         """Return the result of a future that is done, or raise its error."""
@@ -140,23 +150,8 @@ class Future(Outcome[T], PendingCall):
     # ------------------------------------------------------------------ as a pending call
 
     def on_answer(self, frame: Frame) -> None:
-        """The answer came: complete now, or on a worker if completing runs user code or takes long."""
+        """The answer came, on a worker or on the thread that waits."""
         self.arrived = True
-        payload = frame.payload
-        if self._has_callbacks or (payload[-1:] != FLAT_FORM and takes_long(payload)):
-            self._frame = frame
-            self._node.executor.submit(FunctionTask(self._read_frame, self._read_frame))
-            return
-        self.peer.watch()  # chains that torch makes in C++ may run user code on this thread
-        if self._node.devices is None:
-            self._complete(frame)
-        else:
-            self.complete(frame)
-
-    def _read_frame(self) -> None:
-        """Complete on a worker. If the node ends first, on the ending thread: others may wait for this future."""
-        frame, self._frame = self._frame, None
-        assert frame is not None
         self.complete(frame)
 
     def complete(self, frame: Frame) -> None:

@@ -60,8 +60,8 @@ class Streams:
         self._to_close: deque[Reader] = deque()
         self._close_timer = node.timer(self._close)
         node.hooks.letters[STREAMS] = self.on_letter
-        node.hooks.on_control(StreamCredit, self.on_credit, in_order=True)
-        node.hooks.on_control(StreamClosed, self.on_closed, in_order=True)
+        node.hooks.on_control(StreamCredit, self.on_credit)
+        node.hooks.on_control(StreamClosed, self.on_closed)
         node.hooks.peer_gone.append(self._on_peer_gone)
         node.hooks.ended.append(self._on_ended)
         node.server.stream_request = self.request

@@ -34,7 +34,6 @@ from farcall.protocol.references.owner import MOST_AWAITED
 from farcall.rpc.timeouts import UNSET_TIMEOUT, check_timeout
 from farcall.runtime.calls.executor import FunctionTask
 from farcall.runtime.calls.results import Later, MarkedResult, StoredFailure, is_async_execution
-from farcall.runtime.calls.run_inline import QUICK_S
 from farcall.runtime.calls.serving import Request, Server, asking_peer
 from farcall.runtime.calls.turns import Turns
 from farcall.runtime.devices.streams import Stamp, stamp
@@ -259,13 +258,10 @@ class KeptRequest(Request):
         except BaseException as error:  # a look for device tensors in the value may raise anything
             self.fail(error)
             return
-        if self.expected_s < QUICK_S:
-            # No thread waits for this answer, so hold it back: it travels with the next message to the creator, most
-            # likely the answer to a first use.
-            self._send(Frame(RESPONSE), True)
-            self._flush_soon(self.peer)
-        else:
-            self._send(Frame(RESPONSE), False)
+        # No thread waits for this answer, so hold it back: it travels with the next message to the creator, most
+        # likely the answer to a first use.
+        self._send(Frame(RESPONSE), True)
+        self._flush_soon(self.peer)
 
     def _wanted_failure(self, error: BaseException) -> Frame:
         # Encoded without a peer: the member that will ask is not known yet, so the error cannot carry references.

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from farcall.errors import Cancelled, NetworkError, Overloaded, ReferenceLost, RpcError, RpcTimeout
+from farcall.errors import Cancelled, Delivery, NetworkError, Overloaded, ReferenceLost, RpcError, RpcTimeout
 from farcall.protocol.frames import FAILURE, Frame
 from farcall.protocol.notes import REFUSED
 from farcall.protocol.references.messages import Fork
@@ -64,6 +64,7 @@ class Creation(PendingCall):
     ``_future``, under the module's lock.
     """
 
+    is_told = True
     cancellable = False  # other members may hold the reference and wait for the value
 
     __slots__ = (
@@ -141,7 +142,10 @@ class Creation(PendingCall):
             self._references.refused_creation(self.fork, error)
         elif isinstance(error, NetworkError):
             self.error = ReferenceLost(f"the RRef creation on {name} failed: {error}", error.delivery)
-            self._references.withdraw_creation(self.fork)
+            if error.delivery is Delivery.NOT_SENT:
+                self._references.refused_creation(self.fork, error)
+            else:
+                self._references.withdraw_creation(self.fork)
         else:
             self.error = error
         self.arrived = True
@@ -157,6 +161,7 @@ class Creation(PendingCall):
         comes. Raises if the creation has failed already: then the frame is not sent.
         """
         try:
+            call.is_attached = True
             with _lock:
                 if not self.arrived:
                     if self._waiting is None:
@@ -181,6 +186,7 @@ class Creation(PendingCall):
                 unsent.append(call)
             elif self._references.node.calls.claim(call.call_id) is not None:
                 call.on_failure(copy.copy(self.error))
+                call.peer.cancel(call.call_id)  # wakes its caller, which waits in the core
         if unsent and self._looks:
             self._looks -= 1
             self._waiting = unsent

@@ -113,7 +113,7 @@ class ReferenceShutdown:
     def _linked(self) -> list[RemotePeer]:
         peers = map(self._references.node.other, self._references.others())
         linked = [peer for peer in peers if peer is not None and peer.was_connected]
-        return [peer for peer in linked if self.checks_leaks or not peer.link.outgoing.asleep]
+        return [peer for peer in linked if self.checks_leaks or not peer.link.asleep]
 
     def _tell(self, peer: RemotePeer) -> None:
         if peer.number not in self._told:  # two threads may both pass this check; a second Farewell is harmless

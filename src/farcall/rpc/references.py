@@ -1,7 +1,9 @@
 """The references of one node: the reference machine, its lock, and the effects it asks for.
 
-Owns the lock around the machine, around the values of this node (`owned_values.py`) and around the messages that wait
-for an unknown owner (`deferred_messages.py`). Does not decide when a value may be freed: `protocol/references` does.
+Owns the lock around the machine and around the values of this node (`owned_values.py`), and which messages wait in the
+core: those that bring a reference whose owner this node does not know yet. Such an owner has only just joined; another
+member will announce it. Calls of one serial object keep the order in which their caller sent them, so they wait behind
+such a message, too. Does not decide when a value may be freed: `protocol/references` does.
 Everything else in `rpc/` reaches the machine through this file.
 
 Thread rules
@@ -25,6 +27,7 @@ from functools import partial
 from time import monotonic, sleep
 from typing import Any, get_args
 
+from farcall.core.contract import CoreError
 from farcall.errors import NetworkError, ReferenceLost, RpcError, RpcTimeout
 from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.frames import Frame
@@ -34,7 +37,6 @@ from farcall.protocol.references.machine import References
 from farcall.protocol.references.messages import Fork, FreeValue, Lost, NeverCreated, Send
 from farcall.protocol.references.user import ReleasedForks
 from farcall.rpc.call import encode_request
-from farcall.rpc.deferred_messages import DeferredMessages
 from farcall.rpc.owned_values import KeptRequest, Owned, OwnedValues, dispose
 from farcall.rpc.owner_calls import Creation
 from farcall.rpc.reference_shutdown import ReferenceShutdown
@@ -56,6 +58,8 @@ GAP_BITS = 36
 CONFIRM_S = 0.002
 """How long the answer to a creating call, for which no thread waits, is held back to travel with other messages."""
 RETRY_S = 0.01
+UNKNOWN_OWNER_S = 5.0
+"""How long messages wait for the announcement of a member that owns a reference in them."""
 _MESSAGES = frozenset(get_args(protocol.Message)) - {protocol.Farewell}
 
 
@@ -93,14 +97,17 @@ class NodeReferences:
         """The values of this node; any thread may look one up without the lock."""
         self._lost: set[int] = set()
         self._failed: list[Creation] = []  # creations whose attached calls must fail once they are sent
-        self._deferred = DeferredMessages()
+        self._awaited: dict[int, float] = {}  # unknown owners, and until when messages wait for word of each
+        self._deferring: set[Peer] = set()  # those of whom messages wait
+        # The calls of serial objects of which one waits, by caller and object, in their order.
+        self._rows: dict[tuple[Peer, RefId], list[int]] = {}
         self._unsent: list[Send] = []  # messages to members whose link is not connected yet
         self._unflushed: set[Peer] = set()  # peers with held-back answers to creating calls
         self.shutdown: ReferenceShutdown = ReferenceShutdown(self)
         node.server.references = self
         for kind in _MESSAGES:
             # A Register is handled in order, before everything behind it on its link: a use of the fork may be next.
-            node.hooks.on_control(kind, self._on_control, in_order=kind is protocol.Register)
+            node.hooks.on_control(kind, self._on_control)
         node.hooks.peer_joined.append(self._on_peer_joined)
         node.hooks.peer_gone.append(self._on_peer_gone)
         node.hooks.ended.append(self._values.end)
@@ -214,10 +221,10 @@ class NodeReferences:
         self._tell(protocol.ForkWithdrawn(fork))
 
     def take_forks(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
-        """Account for the forks of an arrived message, on the thread that reads its link.
+        """Account for the forks of an arrived message, in the order of its link.
 
         They become references in ``frame.forks``; references that decoding does not take out die with the frame.
-        False: the message must not be read, or not yet.
+        False: the message must not be handled.
         """
         if not INSTALLED.takes_pickles:
             refuse_references()
@@ -226,10 +233,6 @@ class NodeReferences:
         if notes.created is not None and notes.created.holder != peer.number:
             raise ValueError("the message is malformed: it creates a value in the name of another")
         with self._lock:
-            # Under the lock, so `_on_peer_joined` either adds the owner first or finds the message deferred.
-            if any(fork.owner not in self._workers for fork in notes.forks):
-                self._timer.at(self._deferred.add(peer, frame, monotonic()))
-                return False
             created = notes.created
             if created is not None:
                 self._values.note_creation(created.ref)
@@ -257,34 +260,57 @@ class NodeReferences:
         frame.forks = arrived
         return True
 
-    def take_turns(self, peer: Peer, frame: Frame, ref: RefId) -> bool:
-        """Give ``frame``, a request, the mailbox of the serial object ``ref``, on the thread that reads its link.
-
-        False: an earlier request to the object is deferred, and this one waits behind it.
-        """
+    def take_turns(self, peer: Peer, frame: Frame, ref: RefId) -> None:
+        """Give ``frame``, a request, the mailbox of the serial object ``ref``, in the order of its link."""
         if not INSTALLED.takes_pickles:
             refuse_references()
         frame.serial = ref
         with self._lock:
-            if self._deferred.is_behind(peer, frame):
-                self._timer.at(self._deferred.add(peer, frame, monotonic()))
-                return False
             try:
                 owned = self.find(ref, peer.number)
             except ReferenceLost:
-                return True  # the request itself fails with this error when it runs
+                return  # the request itself fails with this error when it runs
             is_new = owned.turns is None
             turns = owned.turns = owned.turns or Turns(self.node.server.submit)
         if is_new:
             owned.when_ready(turns.begin)
         frame.turns = turns
+
+    def defers(self, peer: Peer, number: int, notes: Notes, defer: Callable[[], None]) -> bool:
+        """Must a message wait, the call ``number`` if it is one? If so, ``defer`` it: `_recall` has it come again."""
+        with self._lock:  # so `_recall` finds it deferred, or it finds the owner
+            unknown = {fork.owner for fork in notes.forks} - self._workers.keys()
+            row = None if notes.serial is None else self._rows.get((peer, notes.serial))
+            if unknown:
+                due = monotonic() + UNKNOWN_OWNER_S
+                self._timer.at(min(self._awaited.setdefault(owner, due) for owner in unknown))
+            elif not row:
+                return False
+            elif row[0] == number:
+                del row[0]
+                if not row:
+                    del self._rows[peer, notes.serial]  # type: ignore[arg-type]
+                else:
+                    self._recall(peer)  # the next one may wait for this one only
+                return False
+            if notes.serial is not None and number not in (row or ()):
+                self._rows.setdefault((peer, notes.serial), []).append(number)
+            self._deferring.add(peer)
+            defer()
         return True
 
-    def cancel_deferred(self, peer: Peer, call_id: int | None = None) -> None:
-        """On the I/O thread: a call of ``peer``, or none of its calls, is wanted any more, and may be deferred."""
-        if self._deferred:
-            with self._lock:
-                self._deferred.cancel(peer, call_id)
+    def _recall(self, peer: Peer) -> None:
+        """Under the lock: have the messages of ``peer`` that wait come again."""
+        try:
+            self.node.resources.core.recall(peer.back)
+        except CoreError:
+            pass  # the node has ended
+
+    def _recall_all(self) -> None:
+        """Under the lock: an owner is known now, or given up."""
+        deferring, self._deferring = self._deferring, set()
+        for peer in deferring:
+            self._recall(peer)
 
     def kept_request(self, server: Server, peer: Peer, frame: Frame) -> KeptRequest:
         """Make the request of a frame with the flag KEEP. `take_forks` has put the value's place before the forks."""
@@ -311,22 +337,16 @@ class NodeReferences:
             self._values.never_comes(fork.ref, owned)
         return owned
 
-    def _deliver_deferred(self, now: float = 0.0) -> None:
-        """On the I/O thread: redeliver messages whose owners are known, or whose deadline has passed at ``now``."""
-        while True:
-            with self._lock:
-                ready, unheard = self._deferred.take_ready(self._workers.keys(), now)
-                for member in unheard:  # nobody announced them in time: from now on they count as known, and as gone
-                    self._workers[member] = WorkerInfo(f"member-{member}", -1)
-                    self._lost.add(member)
-            if not ready:
-                return
-            for message in ready:
-                try:
-                    self.node.dispatcher.redeliver(message.peer, message.frame)
-                finally:
-                    with self._lock:
-                        self._deferred.read(message)
+    def _give_up_unknown(self, now: float) -> None:
+        """On the I/O thread: owners that nobody announced in time count as known from now on, and as gone."""
+        with self._lock:
+            unheard = [member for member, due in self._awaited.items() if due <= now]
+            for member in unheard:
+                del self._awaited[member]
+                self._workers[member] = WorkerInfo(f"member-{member}", -1)
+                self._lost.add(member)
+            if unheard:
+                self._recall_all()
 
     # ------------------------------------------------------------------ references are used
 
@@ -384,8 +404,8 @@ class NodeReferences:
             failed, self._failed = self._failed, []
             for creation in failed:
                 creation.fail_waiting()
-        if self._deferred:
-            self._deliver_deferred(now)
+        if self._awaited:
+            self._give_up_unknown(now)
         if self.released or self._unsent or self._machine.next_deadline() is not None:
             with self._lock:
                 unsent, self._unsent = self._unsent, []
@@ -393,7 +413,7 @@ class NodeReferences:
                     self._send(effect)
                 freed = self._carry_out(self._machine.handle_deadline(now))
             dispose(self.node, freed)
-        due = self._deferred.next_deadline(now)
+        due = min(list(self._awaited.values()), default=NEVER)
         if self._failed or self._unsent:
             due = min(due, now + RETRY_S)
         lingering = self._machine.next_deadline()
@@ -414,11 +434,11 @@ class NodeReferences:
     def _on_peer_joined(self, peer: Peer) -> None:
         with self._lock:
             self._workers[peer.number] = peer.info
-            self._lost.discard(peer.number)  # `_deliver_deferred` may have given it up before this late announcement
+            self._lost.discard(peer.number)  # it may have been given up before this late announcement
+            if self._awaited.pop(peer.number, None) is not None:
+                self._recall_all()
             freed = self._carry_out(self._machine.handle(protocol.MemberJoined(peer.number), monotonic()))
         dispose(self.node, freed)
-        if self._deferred:
-            self.node.call_soon(self._deliver_deferred)
 
     def _on_peer_gone(self, peer: Peer) -> None:
         member = peer.number

@@ -55,7 +55,6 @@ from farcall.rpc.transfers import OpenedTensor, Transfers, ranges_of
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node import current_runtime
 from farcall.runtime.peers.peer import Peer, RemotePeer
-from farcall.serialize import functions
 from farcall.serialize.bounds import check_layout
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -421,9 +420,6 @@ def share(tensor: torch.Tensor, writable: bool = False) -> RemoteTensor:
     why_not = move_in(node, tensor)
     if why_not:
         logger.debug("%s shares a tensor of %d bytes that nobody can map: %s", node.info.name, tensor.nbytes, why_not)
-    # These functions are quick: the I/O thread runs them, so they do not wait for busy worker threads.
-    for function in (lend, lend_memory, settle, read, write):
-        node.server.inline.quick.add(functions.encode_function(function) or b"")
     shared = SharedTensor(tensor, writable)
     transfers = node.part(Transfers)
     shared.exported = transfers.export(shared.tensor)

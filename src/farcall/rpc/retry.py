@@ -188,7 +188,7 @@ class RetryingFuture(Future[Any]):
         if is_profiled() or PROFILING.everywhere:
             self.profile = PROFILING.begin_call(self._node, peer, "async", self._request[0], None)
         frame = encode_request(peer, *self._request)
-        self.arrived = False
+        self.arrived = self.in_core = False
         self.started_at = monotonic()  # metrics count and time each attempt by itself
         send(self._node.calls, self, frame)
 

@@ -35,15 +35,6 @@ if TYPE_CHECKING:
     from farcall.rpc.rref import RRef
 
 
-class _News:
-    """A flag that `Peer.help_until` polls: the waiting thread reads the link until something has arrived."""
-
-    __slots__ = ("arrived",)
-
-    def __init__(self) -> None:
-        self.arrived: bool = False
-
-
 class Reader:
     """The reading end of one stream.
 
@@ -59,7 +50,6 @@ class Reader:
         self._outgoing = outgoing
         self._machine: ReaderMachine[tuple[Part, Frame]] = ReaderMachine(granted=not outgoing)
         self.ready: deque[tuple[Part, Frame]] = deque()
-        self._news = _News()
         self._gate: Opens | None = None
         self._last: Frame | None = None
         self._error: BaseException | None = None
@@ -95,7 +85,6 @@ class Reader:
         self._tell()
 
     def _tell(self) -> None:
-        self._news.arrived = True
         gate = self._gate
         if gate is not None:
             gate.open()
@@ -158,9 +147,6 @@ class Reader:
         self.thread_id, self.waits_since = get_ident(), monotonic()
         try:
             with self.node.calls.waiting():
-                self._news.arrived = False
-                if not self.over:
-                    self.peer.help_until(self._news, deadline)
                 while not self.over:
                     gate = self._gate = Gate()  # set before ``over`` is checked again: `_tell` changes that first
                     deadline = min(deadline, self.wait_until())  # so does an answer, which brings a deadline
@@ -225,6 +211,8 @@ class Reader:
 
 
 class StreamCall(Reader, PendingCall):
+    is_told = True
+
     """A call whose callee sends items; it holds the reference whose value's method that is until the answer comes."""
 
     def __init__(

@@ -344,6 +344,8 @@ class StreamRequest(Request):
 
     __slots__ = ("_turn_comes", "writer")
 
+    is_ordered = True  # a failure must not pass the items before it
+
     def __init__(self, streams: Streams, server: Server, peer: Peer, frame: Frame) -> None:
         super().__init__(server, peer, frame)
         self.writer: Writer = Writer(streams, peer, frame.call_id, outgoing=False)
@@ -360,7 +362,7 @@ class StreamRequest(Request):
         """The function has returned: write the items of its result, on another worker or on the event loop."""
         source = outcome.pop()
         if self.cancelled:
-            self.server.answered(self)  # the generator has not begun: there is nothing to close
+            self.server.ended(self)  # the generator has not begun: there is nothing to close
             return
         Dependents.watch(self, self.stop_writing)
         turns = self.frame.turns
@@ -420,13 +422,13 @@ class StreamRequest(Request):
         """All items were put, or ``error`` ended the iteration."""
         try:
             if isinstance(error, Closed) or self.cancelled:
-                self.server.answered(self)
+                self.server.ended(self)
                 return
             # The error follows the last item. In the answer it could overtake large items in transit.
             self.writer.finish(None if error is None else self.failure(error))
             self.function_name: str = f"{self.function_name} (stream, {self.writer.describe()})"  # in traces
         except RpcError:
-            self.server.answered(self)  # the reader's node is gone
+            self.server.ended(self)  # the reader's node is gone
         except Exception as unsent:
             self.fail(unsent)  # there is no memory for the last items or the end, perhaps: the reader waits for them
         else:

@@ -28,6 +28,7 @@ from types import FunctionType
 from typing import Any
 
 from farcall.errors import FunctionNotFound, NotPicklable, RpcError, SerializationError
+from farcall.made import made
 from farcall.serialize.context import Encoding
 from farcall.serialize.policy import REDUCERS, Reducer
 
@@ -102,8 +103,7 @@ def reduce_code(code: Any, encoding: Encoding) -> Any:
 def _dump(code: Any, reduce: Callable[[Reducer, Any], Any]) -> bytes:
     """Write ``code`` with cloudpickle; ``reduce(reducer, value)`` writes what has a reducer of its own."""
     cloudpickle: Any = importlib.import_module("cloudpickle")
-    from farcall.made import made  # programs whose functions have names need none of this
-    from farcall.serialize.classes import on_sent_whole
+    from farcall.serialize.classes import on_sent_whole  # programs whose functions have names need none
 
     class CodePickler(cloudpickle.CloudPickler):  # type: ignore[misc]
         def reducer_override(self, value: Any) -> Any:

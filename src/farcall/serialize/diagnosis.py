@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from farcall.made import made
 from farcall.serialize.policy import REDUCERS
 
 _DEEPEST = 12
@@ -62,7 +63,6 @@ def find_in_code(code: Any, is_fine: Callable[[Any], bool]) -> tuple[str, type] 
 
     ``is_fine(part)`` tries one. Looks at what the code names first, then at the functions and classes among that.
     """
-    from farcall.made import made
     from farcall.serialize.units import globals_of, is_by_value
 
     def program_s(part: Any) -> Any:

@@ -20,10 +20,11 @@ once, nor receive at once; but any number may wait until ``send`` takes somethin
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -109,8 +110,6 @@ class Transport(ABC):
     held_bytes: int = 0
     #: True if ``receive_into`` has bytes that a poll of the descriptor does not report
     buffered: bool = False
-    #: False if a test inspects whole messages, so that large ones must not travel in chunks
-    takes_chunks: bool = True
     #: the id of the peer's process, if one kernel has both ends; else 0
     peer_process: int = 0
     #: False once a test has lost, repeated or reordered frames: then no later connection can resume this one
@@ -182,6 +181,15 @@ class Transport(ABC):
         Its kernel acknowledges even for a stopped process. 0: nothing is unacknowledged, or one kernel has both ends.
         """
         return 0.0
+
+    def connection(self, first_bytes: bytes) -> tuple[Any, bytes]:
+        """What the core takes of this transport, whose handshake is over; and the bytes of frames that came already.
+
+        The core has a descriptor of its own; this transport keeps its own, for questions and to end both.
+        """
+        descriptor = self.fileno()
+        assert descriptor is not None
+        return os.dup(descriptor), first_bytes
 
     @abstractmethod
     def end_sending(self) -> None:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from farcall.options import RpcBackendOptions, TlsOptions
 from farcall.private_files import fingerprint
@@ -204,6 +204,12 @@ class TlsTransport(Transport):
                 return False
         return self._inner.wait_writable(max(0.0, deadline - monotonic()))
 
+    def connection(self, first_bytes: bytes) -> tuple[Any, bytes]:
+        with self._lock:
+            pump = _CorePump(self._pump, os.dup(self._inner.fileno() or 0), bytes(self._unsent))
+            self._unsent = memoryview(b"")
+            return pump, first_bytes + pump.plain()
+
     # ------------------------------------------------------------------ as the inner transport
 
     def silent_s(self) -> float:
@@ -230,6 +236,53 @@ class TlsTransport(Transport):
 
     def describe(self) -> str:
         return f"{self._inner.describe()}, TLS"
+
+
+class _CorePump:
+    """A channel whose handshake is over, as the core reads and writes it (`core.contract.Pump`)."""
+
+    def __init__(self, pump: TlsPump, descriptor: int, unsent: bytes) -> None:
+        self._pump = pump
+        self._descriptor = descriptor
+        self._unsent = unsent
+        self._lock = threading.Lock()  # one thread may write while another reads; OpenSSL takes one at a time
+        self._buffer = memoryview(bytearray(64 * 1024))
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def open(self, data: bytes) -> bytes:
+        with self._lock:
+            self._pump.feed(memoryview(data))
+            return self.plain()
+
+    def plain(self) -> bytes:
+        """All plain text that is there."""
+        parts = []
+        while self._pump.has_plain_text:
+            count = self._pump.read_into(self._buffer)
+            if count == 0:
+                raise TransportBroken("the peer ended the encryption")
+            if not count:
+                break
+            parts.append(bytes(self._buffer[:count]))
+        return b"".join(parts)
+
+    def seal(self, data: Sequence[memoryview]) -> bytes:
+        with self._lock:
+            first, self._unsent = self._unsent, b""
+            left = sum(map(len, data))
+            parts = [first]
+            views = list(data)
+            while left:
+                count = self._pump.write(views)
+                left -= count
+                while views and count >= len(views[0]):
+                    count -= len(views.pop(0))
+                if count:
+                    views[0] = views[0][count:]
+                parts.append(self._pump.pull())
+            return b"".join(parts)
 
 
 # ---------------------------------------------------------------------- certificates

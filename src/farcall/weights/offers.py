@@ -6,14 +6,13 @@ import logging
 import os
 from collections.abc import Iterable
 from functools import partial
-from time import monotonic
 from typing import TYPE_CHECKING
 
+from farcall.core.contract import MARKED
 from farcall.errors import RpcTimeout
-from farcall.protocol.frames import CARRIES_DESCRIPTOR, CONTROL, encode_small
+from farcall.protocol.frames import CONTROL, encode_small
 from farcall.protocol.messages import encode_message
 from farcall.protocol.weights.messages import BlockOffered, BlockRefused, BlockRetired
-from farcall.runtime.link.resend import LostOffer
 from farcall.runtime.peers.peer import Peer, RemotePeer
 from farcall.weights.memory import Block
 
@@ -76,10 +75,11 @@ class Offers:
             peer.control(BlockOffered(block.block_id, 0))
             return
         message = encode_message(BlockOffered(block.block_id, block.size))
-        frame = encode_small(CONTROL, CARRIES_DESCRIPTOR, 0, b"", b"", message)
-        lost = LostOffer(partial(self._on_lost, block, peer))
+        frame = encode_small(CONTROL, MARKED, 0, b"", b"", message)
         try:
-            if not peer.link.outgoing.send_with_descriptor(frame, descriptor, monotonic() + OFFER_S, lost):
+            if peer.link.transport.carries_descriptors:
+                peer.link.post(frame, descriptor=descriptor)
+            else:
                 peer.control(BlockOffered(block.block_id, 0))  # the link came back over TCP: as bytes
         except RpcTimeout:
             self._on_lost(block, peer)

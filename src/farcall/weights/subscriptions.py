@@ -69,9 +69,9 @@ class Subscriptions:
         self._later_timer = weights.node.timer(self._on_later)
         hooks = weights.node.hooks
         # In order, on the thread that reads the link: a waiter for a version is woken one thread switch earlier.
-        hooks.on_control(VersionPushed, self._on_pushed, in_order=True)
+        hooks.on_control(VersionPushed, self._on_pushed)
         hooks.on_control(BlockRetired, self._on_retired)
-        hooks.on_control(BlockOffered, self._on_offered, in_order=True)
+        hooks.on_control(BlockOffered, self._on_offered)
 
     def on_claim(self, name: str, claim: Claim) -> None:
         """Handle a member's claim on ``name``."""
@@ -331,7 +331,7 @@ class Subscriptions:
 
     def _on_offered(self, peer: RemotePeer, message: BlockOffered) -> None:
         """Map an offered block. On the thread that reads the link: the next descriptor belongs to this very frame."""
-        descriptor = peer.link.incoming.take_descriptor() if message.size_bytes else None
+        descriptor = peer.take_descriptor() if message.size_bytes else None
         if sum(owner == peer.incarnation for owner, _ in (*self.borrowed, *self._refused)) >= MOST_BLOCKS:
             if descriptor is not None:
                 os.close(descriptor)

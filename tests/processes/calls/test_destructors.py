@@ -107,11 +107,9 @@ def collects(self: Any, *args: Any) -> Any:
     return original(self, *args)
 
 
-@pytest.mark.parametrize(
-    ("place", "to"), [("pool._arena.take", "w1"), ("resources.memory._take_idle", "w0"), ("executor._spawn", "w0")]
-)
+@pytest.mark.parametrize(("place", "to"), [("pool._arena.take", "w1"), ("executor._spawn", "w0")])
 def test_a_destructor_that_interrupts_the_holder_of_a_lock_sends_all_the_same(place: str, to: str) -> None:
-    """Of shared memory, of memory to receive into, of the workers: large tensors, and calls of this node, need them."""
+    """Of shared memory, of the workers: large tensors, and calls of this node, need them."""
     *path, method = place.split(".")
     ends: list[farcall.Future[torch.Tensor]] = []
     leave.clear()

@@ -220,7 +220,9 @@ def test_a_cancelled_call_that_waits_does_not_begin(nodes: list[farcall.Node], a
     waits = actor.start.wait()
     unwanted, wanted = actor.start.note("unwanted"), actor.start.note("wanted")
     assert unwanted.cancel()
-    wait_until(lambda: bool(made) and any(request.cancelled for request in list(nodes[1]._runtime.server.active)))
+    server, caller = nodes[1]._runtime.server, nodes[1]._runtime.peer("w0")
+    wait_until(lambda: server.find(caller, wanted.call_id) is not None)  # behind the other one
+    wait_until(lambda: (found := server.find(caller, unwanted.call_id)) is None or found.cancelled)
     made[0].gate.set()
     waits.result(LONG_S)
     wanted.result(LONG_S)

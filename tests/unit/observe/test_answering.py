@@ -39,9 +39,8 @@ class FakePeer(RemotePeer):
     __slots__ = ("__dict__",)
 
     def __init__(self) -> None:
-        super().__init__(
-            WorkerInfo("w1", 1), 0x1F, 1, lambda write: write(), WorkerInfo("w0", 0), lambda *_: None, lambda peer: None
-        )
+        unused: Any = None
+        super().__init__(WorkerInfo("w1", 1), 0x1F, 1, unused, unused, lambda peer: None)
         self.link: Any = FakeLink()
         self.linked = True
         self.sent: list[Any] = []

@@ -13,7 +13,6 @@ from farcall.protocol import messages, observing, streams
 from farcall.protocol.membership import messages as membership
 from farcall.protocol.messages import (
     BlocksReleased,
-    CallCancelled,
     ClockAsked,
     ClockTold,
     DepartureAcknowledged,
@@ -21,7 +20,6 @@ from farcall.protocol.messages import (
     DepartureReleased,
     DepartureReport,
     DepartureStatus,
-    FramesReceived,
     Goodbye,
     GoodbyeReason,
     Message,
@@ -46,7 +44,6 @@ EXAMPLES = [
     Ping(nonce=2**63),
     Pong(nonce=0),
     Goodbye(GoodbyeReason.LEFT),
-    FramesReceived(count=2**40),
     messages.Part(3),
     messages.Parted(4),
     messages.Stay(),
@@ -55,7 +52,6 @@ EXAMPLES = [
     SegmentRefused(segment_id=7, reason="no memory"),
     SegmentRetired(segment_id=7),
     BlocksReleased(blocks=[(7, 0), (7, 1 << 33)]),
-    CallCancelled(call_id=99),
     QueueFull(queued=100_001, limit=100_000),
     QueueHasRoom(),
     messages.CodeWanted(digest=bytes(32)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from tests.kit.clock import Clock
 from tests.kit.times import LONG_S
-from tests.kit.waiting import wait_until
+from tests.kit.unlinked import UnlinkedPeer, quiet_core
 
+from farcall.core.contract import Core, Piece
 from farcall.errors import Cancelled, Delivery, PeerDead
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import RESPONSE, Frame
@@ -27,26 +28,25 @@ from farcall.rpc.retry import Pauses, Retry, RetryingFuture
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.io.reader import reading
 from farcall.runtime.node.hooks import Hooks
-from farcall.runtime.peers.peer import Peer
 from farcall.serialize import RECORDING, write_value
 
 
-class FakePeer(Peer):
+class FakePeer(UnlinkedPeer):
     """A peer that takes requests and cancellations; a test may act while a request is being sent."""
 
-    def __init__(self) -> None:
-        super().__init__(WorkerInfo("w1", 1), 0x1F, 1)
+    def __init__(self, core: Core) -> None:
+        super().__init__(core)
         self.told: list[tuple[str, int]] = []
         self.while_sending: Callable[[], object] = lambda: None
 
-    def send(self, frame: Frame, *_: Any) -> None:
+    def encode(self, frame: Frame, deadline: float) -> tuple[bytes, Sequence[Piece]]:
         self.while_sending()
         self.told.append(("request", frame.call_id))
+        return super().encode(frame, deadline)
 
     def cancel(self, call_id: int) -> None:
         self.told.append(("cancelled", call_id))
-
-    def help_until(self, *_: Any) -> None: ...
+        super().cancel(call_id)
 
 
 class FakeNode:
@@ -63,9 +63,10 @@ class FakeNode:
         self.clock = Clock()
         self.timer = self.clock.timer
         self.tasks: list[Any] = []
-        self.executor: Any = SimpleNamespace(submit=self.tasks.append, current_worker=lambda: None)
-        self.calls = CallTable(self.clock.timer, self.executor)
-        self.target = FakePeer()
+        self.executor: Any = SimpleNamespace(submit=self.tasks.append, park=lambda: False)
+        self.core = quiet_core()
+        self.calls = CallTable(self.core, self.clock.timer, self.executor)
+        self.target = FakePeer(self.core)
         self.hooks = Hooks()
         self.pauses = Pauses(self)  # type: ignore[arg-type]
         self.something_ended = lambda: None
@@ -87,12 +88,14 @@ class FakeNode:
 
 
 @pytest.fixture
-def node() -> Any:
-    return FakeNode()
+def node() -> Iterator[Any]:
+    made = FakeNode()
+    yield made
+    made.core.stop()
 
 
 def test_a_cancellation_is_told_again_if_the_request_was_being_sent(node: Any) -> None:
-    """Control messages overtake large requests, so the first one may have found nothing at the callee."""
+    """The core did not know the call yet when it was cancelled."""
     future: Future[int] = Future(node, node.target, len, 60.0)
     node.target.while_sending = future.cancel
     send(node.calls, future, plain_request(node.target, b"f"))
@@ -116,7 +119,6 @@ def test_a_very_long_wait_has_no_limit(node: Any) -> None:
     found: list[BaseException | None] = []
     thread = threading.Thread(target=lambda: found.append(future.exception(float("inf"))))
     thread.start()
-    wait_until(lambda: len(future._waiters) == 1)
     node.lose(future)
     node.run_tasks()
     thread.join(LONG_S)
@@ -162,7 +164,7 @@ def called(node: Any) -> Future[Any]:
 
 
 def answer(node: Any, *futures: Future[Any]) -> None:
-    """As the thread that reads the answers."""
+    """As a worker that takes the answers."""
     for future in futures:
         frame = Frame(RESPONSE)
         write_value(frame, [7], node.target)
@@ -170,12 +172,12 @@ def answer(node: Any, *futures: Future[Any]) -> None:
 
 
 @contextmanager
-def reading_a_link() -> Iterator[None]:
-    reading.link = SimpleNamespace(end_reading=lambda: None)  # type: ignore[assignment]
+def on_io_thread() -> Iterator[None]:
+    reading.loop = SimpleNamespace()
     try:
         yield
     finally:
-        reading.link = None
+        reading.loop = None
 
 
 MAKING: dict[str, Callable[[Future[Any]], Outcome[Any]]] = {
@@ -218,27 +220,26 @@ def test_every_callback_runs_in_the_context_in_which_it_was_added(node: Any, mak
 
 
 @ways
-def test_no_callback_runs_on_a_thread_that_reads(node: Any, make: Any, add: Any) -> None:
+def test_no_callback_runs_on_the_io_thread(node: Any, make: Any, add: Any) -> None:
     seen: list[int] = []
     call = called(node)
     future = make(call)
     for number in range(3):
         add(future, lambda _, number=number: seen.append(number))
-    with reading_a_link():
+    with on_io_thread():
         answer(node, call)
         assert not seen
     node.run_tasks()
     assert seen == [0, 1, 2]
-    with reading_a_link():  # a function that runs there because it is quick: its own callback comes at once
-        add(future, lambda _: seen.append(3))
+    add(future, lambda _: seen.append(3))
     assert seen == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("add", ADDING.values(), ids=list(ADDING))
-def test_no_callback_that_comes_late_runs_on_a_thread_that_reads(
+def test_no_callback_that_comes_late_runs_on_the_io_thread(
     node: Any, add: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Added by another thread while the one that reads, which has seen no callback, reads the value."""
+    """Added by another thread while the I/O thread, which has seen no callback, reads the value."""
     call = called(node)
     gathered = gather(call)
     seen: list[int] = []
@@ -250,7 +251,7 @@ def test_no_callback_that_comes_late_runs_on_a_thread_that_reads(
 
     read_at_once = future_module.read_value
     monkeypatch.setattr(future_module, "read_value", read_value)
-    with reading_a_link():
+    with on_io_thread():
         answer(node, call)
         assert not seen
     node.run_tasks()
@@ -268,7 +269,7 @@ def test_a_callback_that_fails_on_a_worker_is_reported(
         return read_at_once(*given)
 
     monkeypatch.setattr(future_module, "read_value", read_value)
-    with reading_a_link():
+    with on_io_thread():
         answer(node, call)
     node.run_tasks()
     assert "a callback of a future failed" in caplog.text
@@ -369,5 +370,5 @@ def test_a_call_that_is_cancelled_between_its_pause_and_its_next_attempt_ends(no
 
     node.peer = peer
     end_all_pauses(node)
-    assert node.target.told == [("request", 1), ("request", 2), ("cancelled", 2)]
+    assert node.target.told == [("request", 1), ("cancelled", 1), ("request", 2), ("cancelled", 2)]
     assert isinstance(future.exception(), Cancelled)

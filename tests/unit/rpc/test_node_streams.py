@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.kit.clock import Clock
+from tests.kit.unlinked import UnlinkedPeer
 
 from farcall.errors import Cancelled
 from farcall.ids import WorkerInfo
@@ -26,9 +27,10 @@ from farcall.serialize import decode_failure
 FIRST_CREDIT = (True, WINDOW_ITEMS, WINDOW_BYTES)
 
 
-class FakePeer(Peer):
+class FakePeer(UnlinkedPeer):
     def __init__(self) -> None:
-        super().__init__(WorkerInfo("w1", 1), 0x1F, 1)
+        unused: Any = SimpleNamespace(open_link=lambda: 1)
+        super().__init__(unused)
         self.letters: list[Frame] = []
 
     def send(self, frame: Frame, *_: Any, **__: Any) -> None:
@@ -43,7 +45,7 @@ class FakeNode:
         self.clock = Clock()
         self.timer = self.clock.timer
         unused: Any = None
-        self.calls = CallTable(self.clock.timer, unused)
+        self.calls = CallTable(unused, self.clock.timer, unused)
         self.server = SimpleNamespace()
         self.hooks = Hooks()
         self.tasks: list[Any] = []

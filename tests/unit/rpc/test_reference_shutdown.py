@@ -19,7 +19,7 @@ class Peer:
 
     def __init__(self) -> None:
         self.sent: list[object] = []
-        self.link = SimpleNamespace(outgoing=SimpleNamespace(asleep=True))
+        self.link = SimpleNamespace(asleep=True)
 
     def control(self, message: object) -> None:
         self.sent.append(message)
@@ -47,7 +47,7 @@ def test_who_does_not_look_for_leaks_wakes_nobody_and_answers_who_does(shutdown:
 
 def test_a_farewell_waits_until_all_references_are_given_up(shutdown: Any, peer: Peer) -> None:
     """Its receiver takes what is listed then for leaks."""
-    peer.link.outgoing.asleep = False
+    peer.link.asleep = False
 
     def give_up() -> None:
         shutdown._on_farewell(peer, Farewell())

@@ -25,15 +25,14 @@ from farcall.errors import (
 )
 from farcall.ids import ForkId, RefId, WorkerInfo
 from farcall.protocol.frames import FAILURE, REQUEST, RESPONSE, Frame
-from farcall.protocol.notes import KEEP, REFUSED, Notes, encode_notes
+from farcall.protocol.notes import KEEP, Notes, encode_notes
 from farcall.protocol.references.messages import Confirm, Fork, Register, Release, Withdraw
 from farcall.rpc import owned_values
 from farcall.rpc.call import call_sync
-from farcall.rpc.deferred_messages import UNKNOWN_OWNER_S
 from farcall.rpc.future import call_async
 from farcall.rpc.method_calls import Proxy
 from farcall.rpc.owned_values import KeptRequest, Owned
-from farcall.rpc.references import LINGER_S, RETRY_S, NodeReferences, call_remote
+from farcall.rpc.references import LINGER_S, RETRY_S, UNKNOWN_OWNER_S, NodeReferences, call_remote
 from farcall.rpc.rref import RRef
 from farcall.runtime.calls.pending import PendingCall
 from farcall.runtime.calls.results import StoredFailure
@@ -85,6 +84,7 @@ class FakeNode:
     why_ended: RpcError | None = None
 
     def __init__(self) -> None:
+        self.recalled: list[int] = []
         self.device_list: list[object] = []
         self.info = ME
         self.me = SimpleNamespace(number=ME.id)
@@ -93,14 +93,13 @@ class FakeNode:
             members=[SimpleNamespace(name=name, rank=rank) for name, rank in (ME, OWNER, OTHER)]
         )
         self.server = SimpleNamespace(worker=ME)
-        self.dispatcher = SimpleNamespace(redeliver=self.redeliver)
+        self.resources = SimpleNamespace(core=SimpleNamespace(recall=self.recalled.append))
         self.calls = FakeCalls()
         self.peers = {info.id: FakePeer(info) for info in (OWNER, OTHER)}
         self.tasks: list[Any] = []
         self.executor = SimpleNamespace(submit=self.tasks.append)
         self.clock = Clock()
         self.timer = self.clock.timer
-        self.redelivered: list[Any] = []
         self.hooks = Hooks()
 
     def peer(self, rank: int) -> FakePeer:
@@ -113,9 +112,6 @@ class FakeNode:
 
     def is_peer(self, peer: FakePeer) -> bool:
         return self.peers.get(peer.info.id) is peer
-
-    def redeliver(self, peer: FakePeer, message: Any) -> None:
-        self.redelivered.append(message)
 
     def turn_clock(self, now: float) -> None:
         while self.clock.due <= now:
@@ -438,90 +434,82 @@ class GrowingNode(FakeNode):
         function()
 
 
-def _message_with(fork: Fork) -> tuple[Frame, Notes]:
-    notes = Notes([fork])
-    return Frame(RESPONSE, 0, 1, notes=encode_notes(notes)), notes
+def bringing(owner: Any, serial: RefId | None = None) -> Notes:
+    return Notes([Fork(RefId(owner.id, 1), ForkId(owner.id, 2), owner.id, ME.id, 1)], serial=serial)
+
+
+class Waiting:
+    """The messages of OTHER that a node, which has not heard of OWNER, has deferred."""
+
+    def __init__(self) -> None:
+        self.node = GrowingNode()
+        self.references = NodeReferences(self.node)  # type: ignore[arg-type]
+        self.sender: Any = self.node.peer(OTHER.id)
+        self.sender.back = 7
+        self.node.hooks.peer_joined[0](self.sender)
+        self.numbers: list[int] = []
+
+    def comes(self, number: int, notes: Notes) -> bool:
+        """May it be placed?"""
+        return not self.references.defers(self.sender, number, notes, lambda: self.numbers.append(number))
+
+    def announce(self) -> None:
+        self.node.hooks.peer_joined[0](self.node.peer(OWNER.id))
 
 
 def test_a_message_waits_for_word_of_the_owner_of_what_it_brings() -> None:
-    node = GrowingNode()
-    references = NodeReferences(node)  # type: ignore[arg-type]
-    node.hooks.peer_joined[0](node.peer(OTHER.id))
-    fork = Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), OWNER.id, ME.id, 1)
-    message, notes = _message_with(fork)
-    assert not references.take_forks(node.peer(OTHER.id), message, notes)  # type: ignore[arg-type]
-    assert node.redelivered == []
-    node.hooks.peer_joined[0](node.peer(OWNER.id))
-    assert node.redelivered == [message]
+    waiting = Waiting()
+    assert waiting.comes(1, bringing(OTHER))
+    assert not waiting.comes(2, bringing(OWNER))
+    assert waiting.numbers == [2]
+    assert waiting.node.recalled == []
+    waiting.announce()
+    assert waiting.node.recalled == [7]
+    assert waiting.comes(2, bringing(OWNER))
 
 
 def test_a_message_does_not_wait_for_ever_for_an_owner_that_nobody_knows() -> None:
-    node = GrowingNode()
-    references = NodeReferences(node)  # type: ignore[arg-type]
-    fork = Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), OWNER.id, ME.id, 1)
-    message, notes = _message_with(fork)
-    assert not references.take_forks(node.peer(OTHER.id), message, notes)  # type: ignore[arg-type]
-    due = node.clock.due
-    node.turn_clock(due - 0.1)
-    assert node.redelivered == []
-    node.turn_clock(due)
-    assert node.redelivered == [message]
-    assert references.is_lost(fork)
+    waiting = Waiting()
+    assert not waiting.comes(1, bringing(OWNER))
+    due = waiting.node.clock.due
+    waiting.node.turn_clock(due - 0.1)
+    assert waiting.node.recalled == []
+    waiting.node.turn_clock(due)
+    assert waiting.node.recalled == [7]
+    notes = bringing(OWNER)
+    assert waiting.comes(1, notes)
+    assert waiting.references.is_lost(notes.forks[0])
+    assert waiting.node.clock.due == NEVER
 
 
-def test_a_call_that_is_cancelled_while_it_waits_for_such_word_is_refused_then() -> None:
-    node = GrowingNode()
-    references = NodeReferences(node)  # type: ignore[arg-type]
-    caller: Any = node.peer(OTHER.id)
-    node.hooks.peer_joined[0](caller)
-    message, notes = _message_with(Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), OWNER.id, ME.id, 1))
-    message.kind = REQUEST
-    assert not references.take_forks(caller, message, notes)
-    references.cancel_deferred(caller, message.call_id)
-    node.hooks.peer_joined[0](node.peer(OWNER.id))
-    assert [(one.call_id, one.flags) for one in node.redelivered] == [(message.call_id, REFUSED)]
-
-
-def test_a_call_of_an_object_does_not_pass_those_that_are_on_their_way_again() -> None:
-    node = GrowingNode()
-    node.server.submit = node.tasks.append
-    references = NodeReferences(node)  # type: ignore[arg-type]
-    caller: Any = node.peer(OTHER.id)
-    node.hooks.peer_joined[0](caller)
-    actor = local(references, object())
-    ref = actor._fork.ref
-    fork = Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), OWNER.id, ME.id, 1)
-    notes = Notes([fork], serial=ref)
-    first = Frame(REQUEST, 0, 1, notes=encode_notes(notes))
-    second, third = (Frame(REQUEST, 0, number, notes=encode_notes(Notes([], serial=ref))) for number in (2, 3))
-    assert references.take_turns(caller, first, ref)
-    assert not references.take_forks(caller, first, notes)
-    assert not references.take_turns(caller, second, ref)
-
-    def redeliver(peer: Any, frame: Frame) -> None:
-        assert references.take_turns(peer, frame, ref)
-        node.redelivered.append(frame.call_id)
-        if frame is first:
-            assert not references.take_turns(caller, third, ref)  # it comes just now, on a thread that reads the link
-
-    node.dispatcher.redeliver = redeliver
-    node.hooks.peer_joined[0](node.peer(OWNER.id))
-    assert node.redelivered == [1, 2, 3]
-    assert references.take_turns(caller, Frame(REQUEST, 0, 4), ref)
+def test_calls_of_one_object_keep_their_order_behind_one_that_waits() -> None:
+    waiting = Waiting()
+    actor = local(waiting.references, object())._fork.ref
+    plain = Notes([], serial=actor)
+    assert waiting.comes(1, plain)
+    assert not waiting.comes(2, bringing(OWNER, actor))
+    assert not waiting.comes(3, plain)
+    assert waiting.comes(4, Notes([], serial=RefId(ME.id, 99))), "of another object"
+    waiting.announce()
+    assert not waiting.comes(5, plain), "it was on its way when the others were recalled"
+    waiting.node.recalled.clear()
+    for number in (2, 3):
+        assert waiting.comes(number, bringing(OWNER, actor) if number == 2 else plain)
+        assert waiting.node.recalled == [7], "those behind it may be deferred again by now"
+        waiting.node.recalled.clear()
+    assert waiting.comes(5, plain)
+    assert waiting.node.recalled == []
+    assert waiting.comes(6, plain)
 
 
 def test_an_owner_of_whom_word_comes_late_is_not_lost() -> None:
-    node = GrowingNode()
-    references = NodeReferences(node)  # type: ignore[arg-type]
-    node.hooks.peer_joined[0](node.peer(OTHER.id))
-    fork = Fork(RefId(OWNER.id, 1), ForkId(OWNER.id, 2), OWNER.id, ME.id, 1)
-    message, notes = _message_with(fork)
-    references.take_forks(node.peer(OTHER.id), message, notes)  # type: ignore[arg-type]
-    node.turn_clock(monotonic() + UNKNOWN_OWNER_S)
-    node.hooks.peer_joined[0](node.peer(OWNER.id))
-    rref = create(references, node)
-    answer(node)
-    assert references.peer(rref) is node.peer(OWNER.id)
+    waiting = Waiting()
+    waiting.comes(1, bringing(OWNER))
+    waiting.node.turn_clock(monotonic() + UNKNOWN_OWNER_S)
+    waiting.announce()
+    rref = create(waiting.references, waiting.node)
+    answer(waiting.node)
+    assert waiting.references.peer(rref) is waiting.node.peer(OWNER.id)
 
 
 def test_a_value_that_cannot_be_looked_into_fails_its_creation_and_hangs_nobody(

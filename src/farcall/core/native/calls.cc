@@ -288,16 +288,8 @@ bool Core::pick(Work& work, bool came) {
             call->second.state = Call::HANDED;
             work.message = std::move(call->second.answer);
             work.lying = 0;
-        } else if (work.message.kind == REQUEST) {
-            auto link = links_.find(work.message.link);
-            bool wanted = link != links_.end() && link->second->requests.count(work.message.number);
-            if (wanted) {
-                link->second->requests[work.message.number].running = true;
-            } else if (work.message.has_belongings()) {
-                work.message.kind = DROPPED;  // its caller gave up, or is gone
-            } else {
-                continue;
-            }
+        } else if (!start(work.message)) {
+            continue;
         }
         break;
     }
@@ -412,7 +404,37 @@ void Core::look_for_starvation() {
     Waiter* owner = owner_;
     if (owner && owner->worker) return;
     starved_ = true;
+    last_starved_ = now();
     put_event(news(STARVED, 0, 0));
+}
+
+void Core::to_place(std::deque<Message>& found) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    std::deque<Work> rest;
+    for (auto& work : queue_) {
+        Message& message = work.message;
+        if (!(message.flags & MARKED) || !message.kind || message.kind == RESPONSE || message.kind == FAILURE) {
+            rest.push_back(std::move(work));
+            continue;
+        }
+        start(message);
+        found.push_back(std::move(message));
+    }
+    queue_.swap(rest);
+}
+
+// A worker, or who places it, has it. False: its caller gave up, or is gone, and there is nothing to decline.
+bool Core::start(Message& message) {
+    if (message.kind != REQUEST) return true;
+    auto link = links_.find(message.link);
+    bool wanted = link != links_.end() && link->second->requests.count(message.number);
+    if (wanted)
+        link->second->requests[message.number].running = true;
+    else if (message.has_belongings())
+        message.kind = DROPPED;
+    else
+        return false;
+    return true;
 }
 
 void Core::limit_queue(size_t most) {
@@ -444,7 +466,7 @@ Counts Core::counts() {
 }
 
 void Core::look_for_room() {
-    if (!full_ || queue_.size() > queue_limit_ / 2) return;
+    if (!full_ || waiting() > queue_limit_ / 2) return;
     full_ = false;
     for (auto& [id, link] : links_) link->full = false;
     put_event(news(ROOM, 0, 0));
@@ -533,10 +555,12 @@ void Core::tick(double time, bool rung) {
         seen_ = last_;
         break;
     }
-    if (!queue_.empty() && idle_.empty() && !coming_ && time - last_ended_ > HUNGRY && !starved_ && serves_) {
-        starved_ = true;
-        put_event(news(STARVED, 0, 0));
-    } else if (!queue_.empty() && !starved_) {
+    if (!queue_.empty()) {
+        if (idle_.empty() && !coming_ && serves_ && time - std::max(last_ended_, last_starved_) > HUNGRY) {
+            starved_ = true;
+            last_starved_ = time;
+            put_event(news(STARVED, 0, 0));
+        }
         arm(time + HUNGRY);
     }
     if (!deadlines_.empty()) arm(deadlines_.top().first);

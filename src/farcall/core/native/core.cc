@@ -407,6 +407,13 @@ void Core::deliver(Link& link, Message&& message) {
         case REQUEST:
             requests_++;
             link.requests[message.number] = {(message.flags & OWNER) != 0, false, (message.flags & KEPT) != 0};
+            if ((message.flags & OWNER) || waiting() < queue_limit_) break;
+            if (message.flags & REFUSABLE) {
+                message.refused = true;
+            } else if (!std::exchange(link.full, true)) {
+                full_ = true;
+                put_event(news(FULL, link.id, waiting()));
+            }
             break;
         default:
             break;
@@ -423,17 +430,27 @@ void Core::deliver(Link& link, Message&& message) {
         hand_out(link, std::move(message));
         return;
     }
-    link.order.push_back(std::move(message));
+    keep_in_order(link, std::move(message), false);
     advance(link);
+}
+
+void Core::keep_in_order(Link& link, Message message, bool first) {
+    held_ += message.kind == REQUEST;
+    if (first)
+        link.order.push_front(std::move(message));
+    else
+        link.order.push_back(std::move(message));
 }
 
 void Core::advance(Link& link) {
     while (!link.paused && !link.placing && !link.order.empty()) {
         Message message = std::move(link.order.front());
         link.order.pop_front();
+        held_ -= message.kind == REQUEST;
         link.placing = message.flags & MARKED;
         hand_out(link, std::move(message));
     }
+    look_for_room();
 }
 
 void Core::hand_out(Link& link, Message&& message) {
@@ -443,14 +460,10 @@ void Core::hand_out(Link& link, Message&& message) {
                 drop(std::move(message));  // cancelled while it waited for its turn
                 return;
             }
-            if ((message.flags & REFUSABLE) && queue_.size() >= queue_limit_) {
+            if (message.refused) {
                 link.requests[message.number].running = true;
                 put_event(std::move(message));
                 return;
-            }
-            if (queue_.size() >= queue_limit_ && !std::exchange(link.full, true)) {
-                full_ = true;
-                put_event(news(FULL, link.id, queue_.size()));
             }
             put_work({std::move(message)});
             return;
@@ -598,7 +611,7 @@ void Core::pause_behind(Message message) {
     std::lock_guard<std::mutex> hold(mutex_);
     Link* link = put_back(message);
     if (!link) return;
-    link->order.push_front(std::move(message));
+    keep_in_order(*link, std::move(message), true);
     link->paused = true;
 }
 
@@ -615,7 +628,7 @@ void Core::recall(uint32_t id) {
     auto link = links_.find(id);
     if (link == links_.end()) return;
     auto& deferred = link->second->deferred;
-    for (; !deferred.empty(); deferred.pop_back()) link->second->order.push_front(std::move(deferred.back()));
+    for (; !deferred.empty(); deferred.pop_back()) keep_in_order(*link->second, std::move(deferred.back()), true);
     advance(*link->second);
     forget_link(*link->second);
 }

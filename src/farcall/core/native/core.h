@@ -201,7 +201,7 @@ class Core : public std::enable_shared_from_this<Core> {
     void defer(Message message);
     void recall(uint32_t link);
     void placed(uint32_t link);
-    void abandon(uint32_t link);  // a marked frame will never be placed
+    void abandon(Message message);  // whoever was to place it has not begun
     void end_sending(uint32_t link);
     void end_link(uint32_t link);
     void sleep(uint32_t link);
@@ -244,6 +244,7 @@ class Core : public std::enable_shared_from_this<Core> {
     void begin_wait();
     void end_wait();
     void limit_queue(size_t most);
+    void to_place(std::deque<Message>& found);
 
     int events_fd() const { return events_bell_.get(); }
     void take_events(std::deque<Message>& news);
@@ -306,10 +307,13 @@ class Core : public std::enable_shared_from_this<Core> {
     void hand_out(Link& link, Message&& message);
     void advance(Link& link);
     Link* put_back(Message& message);
+    void keep_in_order(Link& link, Message message, bool first);
+    size_t waiting() const { return queue_.size() + held_; }
     void look_for_room();
     void answer_came(Message&& message);
     void letter_came(Link& link, Message&& message);
     void cancel_came(Link& link, uint64_t number);
+    bool start(Message& message);
     void put_work(Work&& work);
     void put_event(Message news);
     void drop(Message&& message);
@@ -324,6 +328,7 @@ class Core : public std::enable_shared_from_this<Core> {
     std::priority_queue<std::pair<double, uint64_t>, std::vector<std::pair<double, uint64_t>>, std::greater<>> deadlines_;
     std::deque<std::pair<double, uint64_t>> lying_;
     std::deque<Work> queue_;
+    size_t held_ = 0;  // requests in the orders of all links
     size_t queue_limit_ = std::numeric_limits<size_t>::max();
     bool full_ = false;  // some link is
     std::deque<Message> events_;
@@ -352,7 +357,7 @@ class Core : public std::enable_shared_from_this<Core> {
     int limit_ = 1, running_ = 0, busy_ = 0, coming_ = 0;
     bool starved_ = false;
     uint64_t ended_ = 0;
-    double last_ended_ = 0;
+    double last_ended_ = 0, last_starved_ = 0;
     struct {
         double from = 0, raised = 0, rate = 0, up = 0, down = 0, wait_up = 0.01, wait_down = 0.01;
         uint64_t ended = 0;

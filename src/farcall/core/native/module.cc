@@ -24,8 +24,18 @@ constexpr double PATIENCE = 0.03;  // of the main thread, which must look for si
 struct State {
     PyObject *arrived, *counts, *traffic, *error, *stopped;
     PyTypeObject *memory, *handle;
+    bool is_waiting;  // of the main thread: a handler of a signal is run by a wait
 };
 State state;
+
+// In a wait, let handlers of signals run, which may raise: nothing of the core is half done.
+bool is_interrupted() {
+    bool before = state.is_waiting;
+    state.is_waiting = true;
+    bool raised = PyErr_CheckSignals() != 0;
+    state.is_waiting = before;
+    return raised;
+}
 
 struct CoreObject {
     PyObject_HEAD
@@ -136,7 +146,11 @@ struct HandleObject {
 void handle_dealloc(PyObject* self) {
     auto* handle = reinterpret_cast<HandleObject*>(self);
     auto* owner = reinterpret_cast<CoreObject*>(handle->core);
-    if (!handle->is_placed && owner->core && owner->forks == forks()) owner->core->abandon(handle->message.link);
+    if (!handle->is_placed && owner->core && owner->forks == forks()) {
+        Message message;
+        static_cast<Content&>(message) = std::move(handle->message);
+        owner->core->abandon(std::move(message));
+    }
     handle->message.~Content();
     PyTypeObject* type = Py_TYPE(self);
     Py_DECREF(handle->core);
@@ -412,7 +426,7 @@ Left send(Core* core, uint32_t link, Frame& frame, bool patient, bool more, doub
         }
         if (end == End::LATE) return Left::LATE;
         if (end == End::STOPPED) return Left::ENDED;
-        if (end == End::SIGNAL && PyErr_CheckSignals()) return Left::INTERRUPTED;
+        if (end == End::SIGNAL && is_interrupted()) return Left::INTERRUPTED;
     }
     if (!is_large) return Left::YES;
     for (;;) {
@@ -426,7 +440,7 @@ Left send(Core* core, uint32_t link, Frame& frame, bool patient, bool more, doub
         if (end == End::READY) return sending->failed ? Left::ENDED : Left::YES;
         if (end == End::STOPPED) return Left::ENDED;
         if (end == End::LATE) return whole ? Left::YES : Left::LATE;
-        if (PyErr_CheckSignals()) {
+        if (is_interrupted()) {
             WithoutInterpreter none;
             core->give_up(link, sending);
             return Left::INTERRUPTED;
@@ -484,7 +498,7 @@ PyObject* wait_for(CoreObject* self, uint32_t link, uint64_t number, double dead
             if (value) return static_cast<PyObject*>(value);
             return arrived(self, answer);
         }
-        if (end == End::SIGNAL && !PyErr_CheckSignals()) continue;
+        if (end == End::SIGNAL && !is_interrupted()) continue;
         if (forgets && end != End::LATE) forget(self->core, number);
         if (end == End::SIGNAL) {
             if (!forgets) self->core->forsake(number);
@@ -819,7 +833,7 @@ PyObject* core_take(PyObject* self, PyObject* args) {
             end = core->take(link, number, deadline, patience(), letter, woken);
         }
         if (end == End::READY && !woken) return arrived(reinterpret_cast<CoreObject*>(self), letter);
-        if (end == End::SIGNAL && !PyErr_CheckSignals()) continue;
+        if (end == End::SIGNAL && !is_interrupted()) continue;
         if (end == End::SIGNAL) return nullptr;
         Py_RETURN_NONE;
     }
@@ -846,7 +860,7 @@ PyObject* core_next(PyObject* self, PyObject* args) {
             end = core->wait_for_work(deadline, patience());
         }
         came = end == End::READY;
-        if (end == End::SIGNAL && PyErr_CheckSignals()) return nullptr;
+        if (end == End::SIGNAL && is_interrupted()) return nullptr;
         if (end == End::LATE || end == End::STOPPED) Py_RETURN_NONE;
     }
 }
@@ -888,6 +902,14 @@ PyObject* core_events(PyObject* self, PyObject*) {
         WithoutInterpreter none;
         core->take_events(messages);
     }
+    return list_of(reinterpret_cast<CoreObject*>(self), messages);
+}
+
+PyObject* core_to_place(PyObject* self, PyObject*) {
+    Core* core = core_of(self);
+    if (!core) return nullptr;
+    std::deque<Message> messages;
+    core->to_place(messages);
     return list_of(reinterpret_cast<CoreObject*>(self), messages);
 }
 
@@ -1021,6 +1043,7 @@ PyMethodDef core_methods[] = {
     {"queued", safe<core_queued>, METH_NOARGS, nullptr},
     {"fileno", safe<core_fileno>, METH_NOARGS, nullptr},
     {"events", safe<core_events>, METH_NOARGS, nullptr},
+    {"to_place", safe<core_to_place>, METH_NOARGS, nullptr},
     {"counts", safe<core_counts>, METH_NOARGS, nullptr},
     {"trim", safe<core_trim>, METH_NOARGS, nullptr},
     {"stop", safe<core_stop>, METH_NOARGS, nullptr},
@@ -1058,7 +1081,13 @@ PyObject* set_errors(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-PyMethodDef module_methods[] = {{"set_errors", set_errors, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyObject* in_wait(PyObject*, PyObject*) { return PyBool_FromLong(std::exchange(state.is_waiting, false)); }
+
+PyMethodDef module_methods[] = {
+    {"set_errors", set_errors, METH_VARARGS, nullptr},
+    {"in_wait", in_wait, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
 PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "_core", nullptr, -1, module_methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace

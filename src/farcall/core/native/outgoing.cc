@@ -26,6 +26,7 @@ void Outgoing::post(std::string frame, Descriptor descriptor) {
 
 void Outgoing::post_large(std::string head, std::vector<Span> pieces, std::shared_ptr<Sending> sending) {
     auto large = std::make_shared<Large>();
+    large->is_letter = static_cast<uint8_t>(head[offsetof(Header, kind)]) == LETTER;
     large->size = head.size();
     for (auto& piece : pieces) large->size += piece.size;
     large->head = std::move(head);
@@ -145,12 +146,21 @@ bool Outgoing::begin_chunk() {
     Header header = header_of(CHUNK, large->slot, large->at, size);
     auto head = std::make_shared<std::string>(reinterpret_cast<char*>(&header), sizeof header);
     number(*head);
-    kept_.push_back({std::string(), large, large->at, nullptr});
+    std::vector<Span> spans;
+    gather(*large, large->at, size, spans);
+    if (large->is_letter) {
+        std::string whole;
+        whole.reserve(head->size() + size);
+        whole = *head;
+        for (auto& one : spans) whole.append(one.bytes, one.size);
+        kept_bytes_ += whole.size();
+        kept_.push_back({std::move(whole), nullptr, 0, nullptr});
+    } else {
+        kept_.push_back({std::string(), large, large->at, nullptr});
+    }
     Span span{head->data(), head->size()};
     wire_bytes_ += span.size;
     wire_.push_back({std::move(head), span, nullptr, nullptr});
-    std::vector<Span> spans;
-    gather(*large, large->at, size, spans);
     for (auto& one : spans) wire_.push_back({nullptr, one, large, nullptr});
     large->unwritten += size;
     large->at += size;
@@ -229,7 +239,9 @@ void Outgoing::broke() {
     for (auto& piece : wire_) {
         auto is_it = [&](const Kept& kept) { return kept.large == piece.large; };
         if (!piece.large || piece.large->at < piece.large->size) continue;
-        if (std::none_of(kept_.begin(), kept_.end(), is_it)) finish(*piece.large, true);
+        if (piece.large->is_letter)
+            finish(*piece.large, false);  // its chunks are kept
+        else if (std::none_of(kept_.begin(), kept_.end(), is_it)) finish(*piece.large, true);
     }
     wire_.clear();
     wire_bytes_ = 0;

@@ -8,7 +8,8 @@
 //
 // Small frames pass between the chunks of large messages; the sender of a large message waits until all of it has left,
 // so nothing of its own passes it. The bytes of small frames are kept until the peer has them. Those of large ones are
-// their sender's, who gets them back as soon as they have left; a lost one is replaced by what its sender supplies.
+// their sender's, who gets them back as soon as they have left; a lost one is replaced by what its sender supplies. For a
+// letter nothing could stand: its chunks are kept, as small frames are.
 //
 // Whoever calls holds the link's mutex.
 
@@ -89,9 +90,10 @@ class Outgoing {
         std::shared_ptr<Sending> sending;
         uint64_t unwritten = 0;  // bytes in `wire_`
         bool given_up = false;
+        bool is_letter = false;
     };
     struct Kept {
-        std::string frame;             // of a small one
+        std::string frame;             // of a small one, or of a letter's chunk
         std::shared_ptr<Large> large;  // of a chunk
         uint64_t offset = 0;           // of that chunk
         std::shared_ptr<Descriptor> descriptor;

@@ -192,18 +192,13 @@ void Core::forget_link(Link& link) {
     if (link.over && !is_used && link.requests.empty() && link.slots.empty()) links_.erase(link.id);
 }
 
-void Core::abandon(uint32_t id) {
+void Core::abandon(Message message) {
     std::lock_guard<std::mutex> hold(mutex_);
-    auto found = links_.find(id);
-    if (stopped_ || found == links_.end()) return;
-    Link& link = *found->second;
-    link.placing = false;
-    link.ended = true;  // the rest is `end_link`, which a destructor cannot do
-    Message broke = news(ENDED, id, 0, UNKNOWN);
-    broke.text = "a frame was not placed: nobody knows what of it was done; please report this";
-    broke.function_bytes = static_cast<uint32_t>(broke.text.size());
-    put_event(std::move(broke));
-    advance(link);
+    if (stopped_) return;
+    Link* link = put_back(message);
+    if (!link) return;
+    keep_in_order(*link, std::move(message), true);
+    advance(*link);
 }
 
 void Core::fail(uint64_t number, Call& call, uint32_t how) {

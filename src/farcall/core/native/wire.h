@@ -113,6 +113,7 @@ struct Content {
     Memory payload;  // a large one
     std::vector<Buffer> buffers;
     double at = 0;            // when it came
+    bool refused = false;     // a request that came where too many waited: it leaves the order for the event thread
     bool waited_for = false;  // of an answer: whoever waited for it has it, and its call is over
 
     bool has_belongings() const;  // something that must be declined if nobody takes it

@@ -47,10 +47,9 @@ STOP_S: Final = 5.0
 class Looks:
     """The latest state of a cluster, and its history."""
 
-    def __init__(self, connect: Callable[[], Observer], *, encrypted: bool = True) -> None:
-        """``connect`` runs on the thread that looks, whenever there is no connection. ``encrypted``: between hosts."""
+    def __init__(self, connect: Callable[[], Observer]) -> None:
+        """``connect`` runs on the thread that looks, whenever there is no connection."""
         self._connect = connect
-        self._encrypted = encrypted
         self._observer: Observer | None = None
         self._stopping = threading.Event()
         self._asked = threading.Event()
@@ -140,7 +139,6 @@ class Looks:
         self._state = {
             "error": "",
             "cluster": cluster_title(heard.cluster_id, heard.answers),
-            "encrypted": self._encrypted,
             "number": self._number,
             "looked_at": time.time(),
             "workers": digest.workers(found, heard.silent),

@@ -55,11 +55,8 @@ class Dashboard:
         tls: Tls | None = None,
         name: str = "",
     ) -> None:
-        """``connect`` finds the cluster. ``tls``: None where its members do not encrypt.
-
-        ``name``: that of this host, for browsers elsewhere.
-        """
-        self._looks = Looks(connect, encrypted=tls is not None)
+        """``connect`` finds the cluster. ``name``: that of this host, for browsers elsewhere."""
+        self._looks = Looks(connect)
         self._prefix = f"/{secrets.token_urlsafe(32)}/"
         encrypts = not is_loopback(host)
         if encrypts and (tls is None or not tls.serves_web()):

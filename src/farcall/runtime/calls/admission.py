@@ -1,9 +1,9 @@
 """Backpressure: a node reports that too many calls wait for its threads, and its callers wait or are refused.
 
-Owns the limit, the two messages between callee and caller, and the threads that wait at the caller. Knows nothing of
-functions, arguments or frames; `node/dispatcher.py` asks it about each request that arrives while many are unanswered.
+Owns the limit, the two messages between callee and caller, and the threads that wait at the caller. The core counts what
+waits (`Core.limit_queue`): FULL and ROOM are its news.
 
-The limit counts tasks that wait for a thread (``Executor.waiting``), not functions that run, wait for nested calls,
+The limit counts tasks that wait for a thread , not functions that run, wait for nested calls,
 or have returned a future. So the pool, which grows when every thread waits, always drains the queue again, and no
 nested call waits for ever. Only requests are held up: answers, references, gradients and membership always pass.
 
@@ -11,7 +11,6 @@ nested call waits for ever. Only requests are held up: answers, references, grad
     "wait"             accepted; the caller is told, once           wait at the caller, unsent, until told of room
     "fail"             refused: answered, not run                   are sent, and each is accepted or refused
 
-The I/O thread reports room when half of the limit is free; it looks every LOOK_S while any caller waits for room.
 For "wait" the limit is therefore soft: requests in flight are accepted. Rejected: to refuse them and have them sent
 again. The sender may have changed its tensors since.
 
@@ -20,23 +19,16 @@ again. The sender may have changed its tensors since.
     full                    QueueHasRoom, or its end    open: all senders go on (and learn of its end when they send)
     full                    a cancellation              full: the senders whose call is not wanted any more go on
 
-Both messages are sent under the lock, which is held only briefly, and so in the right order; the reader of the link
-handles them in that order, on whatever thread.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from time import monotonic
 from typing import Protocol
 
 from farcall.runtime.calls.scope import Served
 from farcall.runtime.io.sigint import Gate, exposed
-from farcall.runtime.io.timers import NEVER, Callback, Timer
-from farcall.runtime.link.send_queue import bounded
-
-LOOK_S = 0.002
+from farcall.runtime.io.timers import bounded
 
 
 class Caller(Protocol):
@@ -55,51 +47,26 @@ class Sender(Protocol):
 
 
 class Admission:
-    """At the callee: which requests are refused, and which callers have been told to wait."""
+    """At the callee: which callers have been told to wait. On the I/O thread, as the core has it."""
 
-    def __init__(self, limit: int, count_queued: Callable[[], int], timer: Callable[[Callback], Timer]) -> None:
+    def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._count_queued = count_queued
-        self._timer = timer(self.look_for_room)
-        self._told: set[Caller] = set()  # changed under the lock only
-        self._lock = threading.Lock()
+        self._told: set[Caller] = set()
 
-    def refuses(self, caller: Caller, refusable: bool) -> bool:
-        """Is a request to be refused? Asked only while at least ``limit`` requests are unanswered."""
-        queued = self._count_queued()
-        if queued < self.limit:
-            return False
-        if refusable:
-            return True
-        if caller not in self._told:
-            with self._lock:
-                if caller not in self._told:
-                    self._told.add(caller)
-                    caller.tell_full(queued, self.limit)
-            self._timer.at(monotonic() + LOOK_S)
-        return False
+    def tell_full(self, caller: Caller, queued: int) -> None:
+        """A request of ``caller`` came while ``queued`` wait, more than the limit."""
+        self._told.add(caller)
+        caller.tell_full(queued, self.limit)
 
-    @property
-    def queued(self) -> int:
-        """How many tasks wait for a thread here."""
-        return self._count_queued()
-
-    def look_for_room(self, now: float) -> float:
-        """On the I/O thread: tell the waiting callers, if there is room; returns when to look again."""
-        if not self._told:
-            return NEVER
-        if self._count_queued() > self.limit // 2:
-            return now + LOOK_S
-        with self._lock:
-            told, self._told = self._told, set()
-            for caller in told:
-                caller.tell_room()
-        return NEVER
+    def tell_room(self) -> None:
+        """No more than half of the limit wait."""
+        told, self._told = self._told, set()
+        for caller in told:
+            caller.tell_room()
 
     def forget(self, caller: Caller) -> None:
         """``caller`` is gone."""
-        with self._lock:
-            self._told.discard(caller)
+        self._told.discard(caller)
 
 
 class Fullness:

@@ -99,7 +99,7 @@ class ArrivingCode:
     def _go_on(self, waiting: list[Request], code: LoadedUnit | Exception) -> None:
         for request in waiting:
             request.frame.code = code
-            self._server.accept(request.peer, request.frame, request)
+            self._server.accept_again(request)
 
     def forget(self, peer: Peer | None = None) -> None:
         """``peer`` is gone; None: this node ends."""

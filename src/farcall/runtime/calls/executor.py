@@ -1,31 +1,15 @@
 """The pool of threads that run user functions.
 
-Owns the worker threads and their task queue. Knows nothing of frames or links: a task is something to run, with an
-expected run time. A *brief* task is expected to take less than BRIEF_S.
+Owns the worker threads. Their queue is the core's: requests that came, answers that somebody is told of, and tasks of
+this process (`submit`). How many functions run at a time the core decides (docs/design/CORE.md); here is how many
+threads there are:
 
-Thread rules
-- ``submit`` may be called from any thread and never blocks; also from a destructor that a garbage collection runs on a
-  thread which holds the lock.
-- A task that the I/O thread submits wakes a worker only just before that thread sleeps (``before_sleep``): a worker
-  woken earlier would only wait for the interpreter.
-- Brief tasks run in turn, on no more workers than really compute in parallel: sixteen threads for sixteen small
-  functions only fight for the interpreter. So a burst of them wakes one worker; while tasks wait, the I/O thread looks
-  in every TICK_S (``look_in``) and wakes one more if that helps (`parallelism.py`), or lets one stand down.
-- A worker that takes a task that is not brief first wakes another worker for the rest of the queue.
-- The pool grows past ``size`` when progress needs it: a worker that waits for a nested call is *parked* and does not
-  count, so calls may nest to any depth; and when tasks have waited STALLED_S while no task ended and no thread computed
-  (functions that block in ways farcall cannot see), one thread is added, up to MOST_EXTRA_THREADS.
+- One that waits for work is always kept, up to ``size``: a worker that takes work as the last idle one starts another.
+- The pool grows beyond ``size`` when progress needs it (`on_starved`): all workers wait in farcall and work is queued, or
+  nothing has ended for 50 ms. One thread is added each time, up to MOST_EXTRA_THREADS.
 - Workers beyond ``size`` end after they were idle for IDLE_END_S.
 
-A worker is in one of these states:
-
-    state    means                                 leaves by
-    idle     asleep on its own lock                submit or look_in wakes it -> hunting; too long -> ended
-    hunting  takes tasks; brief ones run meanwhile another task -> running; no task, or too many hunters -> idle
-    running  inside a user function                the function ends -> hunting; it waits for a call -> parked
-    parked   waiting for a nested call             the call is done -> running
-
-Over 400 lines: states and rules are one argument about one lock.
+``submit`` may be called from any thread, destructors included, and never blocks.
 """
 
 from __future__ import annotations
@@ -33,49 +17,32 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
-from threading import get_ident
-from time import monotonic, process_time
-from typing import Protocol
+from time import monotonic
+from typing import Any, Protocol
 
-from farcall.destructors import whole
-from farcall.runtime.calls.parallelism import Parallelism
-from farcall.runtime.io.reader import is_interrupted, reading
-from farcall.runtime.io.timers import NEVER, Callback, Timer
+from farcall.core.contract import Arrived, Core, CoreError
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-TICK_S = 0.002
-STALLED_S = 0.05
-BRIEF_S = 0.002
-"""Tasks that are expected to take less are brief, and run in turn."""
-UNKNOWN_S = NEVER
-"""The expected time of tasks that were never timed."""
 IDLE_END_S = 10.0
 MOST_EXTRA_THREADS = 1000
 
 
 class Task(Protocol):
-    """One user function to run; never raises."""
-
-    @property
-    def expected_s(self) -> float:
-        """How long it is expected to take."""
+    """Something for a worker to run; never raises."""
 
     def run(self, more: bool) -> None:
-        """Run it. ``more``: other tasks wait behind this one, so its answer need not be flushed at once."""
+        """Run it. ``more``: other tasks wait behind this one."""
 
     def drop(self) -> None:
         """The executor stopped before the task ran: release whatever waits for it. On any thread."""
 
 
 class FunctionTask:
-    """A task that runs one function of unknown run time; ``on_drop`` is called if the executor stops first."""
+    """A task that runs one function; ``on_drop`` is called if the executor stops first."""
 
     __slots__ = ("_function", "_on_drop")
-
-    expected_s = UNKNOWN_S
 
     def __init__(self, function: Callable[[], object], on_drop: Callable[[], object] | None = None) -> None:
         self._function = function
@@ -89,19 +56,8 @@ class FunctionTask:
             self._on_drop()
 
 
-class _Worker:
-    """One worker thread and its state; it sleeps on ``lock``. The executor's lock guards ``hunting`` and ``parked``."""
-
-    __slots__ = ("busy", "executor", "hunting", "lock", "parked", "thread")
-
-    def __init__(self, executor: Executor) -> None:
-        self.executor: Executor = executor
-        self.lock: threading.Lock = threading.Lock()
-        self.lock.acquire()
-        self.busy: bool = False
-        self.hunting: bool = True
-        self.parked: bool = False
-        self.thread: threading.Thread | None = None
+def _nobody(arrived: Arrived) -> None:
+    raise AssertionError("the node does not run yet")
 
 
 class Executor:
@@ -111,60 +67,43 @@ class Executor:
         self,
         name: str,
         size: int,
-        timer: Callable[[Callback], Timer],
-        on_io_thread: Callable[[], bool] = lambda: False,
-        before_idle: Callable[[], object] = lambda: None,
+        core: Core,
         on_thread_start: Callable[[], None] = lambda: None,
-        processors: int = 0,
     ) -> None:
-        # Mutable, under the lock: the sets of workers and their counts. Without it: ``tasks``, whose operations are
-        # atomic; ``_finished``, where a lost update does no harm; the ``_seen`` fields, the I/O thread's own.
+        # Mutable. Any thread, in single atomic operations: the sets of threads. Under the lock: when threads start.
         self._name = name
         self._size = size
-        self._timer = timer(self.look_in)
-        self._on_io_thread = on_io_thread
-        self._before_idle = before_idle
+        self.core: Core = core
+        self._core = core
+        self.on_arrived: Callable[[Any], None] = _nobody
+        """Handles on a worker what came over a link; set once, while the node starts."""
         self._on_thread_start = on_thread_start
         self._starts = 0
-        self.tasks: deque[Task] = deque()
-        """Tasks that no worker has taken yet; other classes only look whether it is empty."""
-        # Re-entrant: while a thread is made under it, a garbage collection may run a destructor that submits a task.
-        # `submit` does not notice that where the collection began in code of others, as in a profiler's `Thread.start`.
-        self._lock = threading.RLock()
-        self._starting: threading.Thread | None = None  # under the lock: the thread that `_spawn` waits for
-        self._idle: list[_Worker] = []
-        self._workers: set[_Worker] = set()
-        self._hunters = 0
-        self._parallelism = Parallelism(processors)
-        self._parked = 0
-        self._finished = 0
+        self._workers: set[threading.Thread] = set()
+        self._idle: set[threading.Thread] = set()
+        self._parked: set[threading.Thread] = set()
+        self._lock = threading.Lock()
         self._started = False
         self._stopping = False
         self._interrupted = False
         self._starved = False  # did the last start of a thread fail?
-        self._seen_finished = -1
-        self._seen_at = 0.0
-        self._seen_used_s = 0.0
-        self._local = threading.local()
+        self._here = threading.local()
 
     @property
     def waiting(self) -> int:
-        """Tasks that no worker has taken yet."""
-        return len(self.tasks)
+        """Requests and tasks that no worker has taken yet."""
+        try:
+            return self._core.counts().queued
+        except CoreError:
+            return 0
 
     @property
     def busy(self) -> int:
-        """How many workers have a task, parked ones included, or are about to look for one.
+        """How many workers have something to do, parked ones included.
 
         Read ``waiting`` first, then this: no task escapes both, because a worker is busy before it takes a task.
         """
-        with self._lock:
-            return sum(worker.busy for worker in list(self._workers))
-
-    @property
-    def at_peace(self) -> bool:
-        """Did brief tasks slow each other down lately, so that one thread runs them best?"""
-        return monotonic() < self._parallelism.peace_until
+        return len(self._workers.copy() - self._idle)
 
     @property
     def size(self) -> int:
@@ -174,7 +113,7 @@ class Executor:
     @property
     def parked(self) -> int:
         """Workers that wait for nested calls."""
-        return self._parked
+        return len(self._parked)
 
     @property
     def threads(self) -> int:
@@ -183,10 +122,8 @@ class Executor:
 
     def start(self) -> None:
         """Begin to run tasks, including those submitted before."""
-        with self._lock:
-            self._started = True
-        if self.tasks:
-            self._rouse()
+        self._started = True
+        self._spawn(0)
 
     def renew(self) -> None:
         """Each worker calls ``on_thread_start`` once more, before its next task."""
@@ -194,209 +131,110 @@ class Executor:
 
     def submit(self, task: Task) -> None:
         """Queue ``task``."""
-        self.tasks.append(task)
-        if self._on_io_thread():
-            return  # before_sleep wakes workers
-        starting = self._starting
-        if (reading.interrupted is not None and is_interrupted()) or (
-            starting is not None and starting.ident == get_ident()
-        ):
-            # A destructor. This thread may hold the lock, or be half-way through what that guards; or whoever holds the
-            # lock waits for this thread to begin. The I/O thread wakes a worker.
-            self._timer.at(monotonic() + TICK_S)
-        elif self._hunters < self._parallelism.most:
-            self._rouse()
-        elif self._timer.due == NEVER:  # else it is set, and keeps looking in as long as tasks wait
-            self._timer.at(monotonic() + TICK_S)
+        if self._stopping:
+            self._drop(task)
+            return
+        try:
+            self._core.work(task)
+        except CoreError:
+            self._drop(task)
 
-    def before_sleep(self) -> bool:
-        """On the I/O thread, about to sleep: wake workers for the tasks that wait. True: workers have work."""
-        if self.tasks:
-            if self._timer.due == NEVER:
-                self._timer.at(monotonic() + TICK_S)
-            for _ in range(min(len(self.tasks), self._parallelism.most - self._hunters)):
-                self._rouse()
-            return True
-        return self._hunters > 0
+    def _drop(self, task: Task) -> None:
+        try:
+            task.drop()
+        except Exception:
+            logger.exception("a task could not be dropped; please report this")
 
-    @whole  # else Ctrl-C could leave a worker that counts as hunting, and never began
-    def _rouse(self) -> None:
-        """Wake an idle worker, or start one if the pool may grow; else leave the tasks to `look_in`."""
+    def on_starved(self) -> None:
+        """On the I/O thread: work waits, and no worker can take it."""
+        self._spawn(self._size + MOST_EXTRA_THREADS)
+
+    def _spawn(self, most: int) -> None:
+        """Start a worker if there are fewer than ``most``; 0: if there are fewer than the pool's size and none is idle."""
         with self._lock:
             if self._stopping or not self._started:
-                stopped = self._stopping
-            elif self._idle:
-                stopped = False
-                worker = self._idle.pop()
-                worker.hunting = True
-                self._hunters += 1
-                worker.lock.release()
-            elif len(self._workers) - self._parked < self._size:
-                stopped = False
-                self._spawn()
-            else:
-                stopped = False
-                self._timer.at(monotonic() + TICK_S)
-        if stopped:
-            self._drop_tasks()
-
-    def _drop_tasks(self) -> None:
-        """Drop the queued tasks, after the end: no worker will run them, and their waiters must not wait for ever."""
-        while True:
-            try:
-                task = self.tasks.popleft()
-            except IndexError:
                 return
+            if len(self._workers) >= (most or self._size) or (not most and self._idle):
+                return
+            thread = threading.Thread(target=self._work, name=f"farcall-worker-{self._name}", daemon=True)
+            self._workers.add(thread)
+            self._idle.add(thread)  # it is about to be
             try:
-                task.drop()
-            except Exception:
-                logger.exception("a task could not be dropped; please report this")
+                thread.start()
+            except RuntimeError as error:
+                self._workers.discard(thread)
+                self._idle.discard(thread)
+                if not self._starved:
+                    logger.warning("%s: calls wait for a thread: %s", self._name, error)
+                self._starved = True
+            else:
+                self._starved = False
 
-    def _spawn(self) -> None:
-        """Under the lock: start a worker. If the system has no thread left, tasks wait for a worker to become free."""
-        worker = _Worker(self)
-        worker.thread = threading.Thread(
-            target=self._work, args=(worker,), name=f"farcall-worker-{self._name}", daemon=True
-        )
-        # Counted before it runs: Ctrl-C may come while `start` waits for the thread's first sign of life.
-        self._workers.add(worker)
-        self._hunters += 1
-        self._starting = worker.thread
-        try:
-            worker.thread.start()
-        except RuntimeError as error:
-            self._discard(worker)
-            if not self._starved:
-                logger.warning("%s: calls wait for a thread: %s", self._name, error)
-            self._starved = True
-            self._timer.at(monotonic() + TICK_S)
-        else:
-            self._starved = False
-        finally:
-            self._starting = None
-
-    def look_in(self, now: float) -> float:
-        """On the I/O thread: rouse workers for tasks that wait too long."""
-        if not self.tasks or not self._started:
-            self._seen_finished = -1
-            return NEVER
-        if self._seen_finished < 0:  # the first look at these tasks
-            self._parallelism.begin(now, process_time())
-            if self._hunters == 0:
-                self._rouse()
-        else:
-            active = len(self._workers) - len(self._idle) - self._parked
-            has_progress = self._finished != self._seen_finished
-            if self._parallelism.wants_one_more(now, process_time(), active, has_progress):
-                self._rouse()
-        if self._finished != self._seen_finished:
-            self._seen_finished = self._finished
-            self._seen_at = now
-            self._seen_used_s = process_time()
-        elif now - self._seen_at >= STALLED_S:
-            # No task has ended for a while. If no thread computes either, all may be blocked in a way we cannot see, on
-            # each other's results even: add a thread.
-            used_s = process_time() - self._seen_used_s
-            computing = used_s > 0.5 * (now - self._seen_at)
-            self._seen_at = now
-            self._seen_used_s += used_s
-            with self._lock:
-                room = len(self._workers) < self._size + MOST_EXTRA_THREADS
-                if not self._idle and not self._stopping and not computing and room:
-                    self._spawn()
-        return now + TICK_S
-
-    def _work(self, worker: _Worker) -> None:
-        self._local.worker = worker
+    def _work(self) -> None:
+        me = threading.current_thread()
+        self._here.thread = me
         starts = self._starts
         self._on_thread_start()
-        tasks = self.tasks
-        while True:
-            worker.busy = True  # before it takes a task: see ``busy``
-            try:
-                task = tasks.popleft()
-            except IndexError:
-                if not self._rest(worker):
+        take, idle, workers = self._core.next, self._idle, self._workers
+        try:
+            while True:
+                idle.add(me)
+                surplus = len(workers) > self._size
+                try:
+                    found = take(monotonic() + IDLE_END_S) if surplus else take()
+                except CoreError:
                     return
-                continue
-            if starts != self._starts:
-                starts = self._starts
-                self._on_thread_start()
-            if task.expected_s >= BRIEF_S:
-                self._before_idle()  # flush held-back answers first: this task may take long
-                with self._lock:
-                    worker.hunting = False
-                    self._hunters -= 1
-                    wake_another = bool(tasks) and self._hunters == 0
-                if wake_another:
-                    self._rouse()
-            try:
-                task.run(bool(tasks))
-            except BaseException as error:
-                if self._interrupted and isinstance(error, SystemExit):
-                    with self._lock:  # `interrupt` hit just after the user's function, and the process ends anyway
-                        self._discard(worker)
-                    return
-                logger.exception("a task failed outside the user's function; please report this")
-            del task  # else its arguments would live until the next task
-            self._finished += 1
-            if not worker.hunting:
-                with self._lock:
-                    worker.hunting = True
-                    self._hunters += 1
-            elif self._hunters > self._parallelism.most and not self._rest(worker, while_others_hunt=True):
-                return
+                idle.discard(me)
+                if found is None:
+                    if self._stopping or surplus:
+                        return
+                    continue
+                if not idle and len(workers) < self._size:
+                    self._spawn(0)
+                if starts != self._starts:
+                    starts = self._starts
+                    self._on_thread_start()
+                try:
+                    if hasattr(found, "kind"):
+                        self.on_arrived(found)
+                    elif found is _Stop:
+                        return
+                    elif self._stopping:
+                        found.drop()
+                    else:
+                        found.run(False)
+                except BaseException as error:
+                    if not (self._interrupted and isinstance(error, SystemExit)):
+                        logger.exception("a task failed outside the user's function; please report this")
+                    # else `interrupt` hit just after the user's function, and the process ends anyway
+                del found  # else its arguments would live until the next one
+        finally:
+            workers.discard(me)
+            idle.discard(me)
 
-    def _rest(self, worker: _Worker, while_others_hunt: bool = False) -> bool:
-        """Sleep until woken, unless tasks wait and no other worker hunts for them. False: the worker is to end."""
-        worker.busy = False
-        self._before_idle()
-        with self._lock:
-            if self._stopping:
-                self._discard(worker)
-                return False
-            if self.tasks and not (while_others_hunt and self._hunters > 1):
-                return True
-            worker.hunting = False
-            self._hunters -= 1
-            self._idle.append(worker)
-        surplus = len(self._workers) > self._size
-        while not worker.lock.acquire(True, IDLE_END_S if surplus else -1):
-            with self._lock:
-                if worker in self._idle:
-                    self._idle.remove(worker)
-                    self._workers.discard(worker)
-                    return False
-                # Another thread took this worker off the list, and is about to release its lock.
+    # ------------------------------------------------------------------ waits for nested calls
+
+    def park(self) -> bool:
+        """The calling thread begins to wait, if it is a worker that does not wait already: another may run meanwhile."""
+        me = getattr(self._here, "thread", None)
+        if me is None or me in self._parked:
+            return False
+        self._parked.add(me)
+        try:
+            self._core.begin_wait()
+        except CoreError:
+            pass  # it has stopped
         return True
 
-    def _discard(self, worker: _Worker) -> None:
-        self._workers.discard(worker)
-        if worker.hunting:
-            worker.hunting = False
-            self._hunters -= 1
+    def unpark(self) -> None:
+        """The wait is over."""
+        self._parked.discard(self._here.thread)
+        try:
+            self._core.end_wait()
+        except CoreError:
+            pass
 
-    def current_worker(self) -> _Worker | None:
-        """The worker of the calling thread; None on a thread of another owner."""
-        return getattr(self._local, "worker", None)
-
-    def park(self, worker: _Worker) -> None:
-        """``worker`` begins to wait for a nested call: make sure that another one takes the queued tasks."""
-        with self._lock:
-            worker.parked = True
-            self._parked += 1
-            if worker.hunting:
-                worker.hunting = False
-                self._hunters -= 1
-        self._before_idle()
-        if self.tasks and self._hunters == 0:
-            self._rouse()
-
-    def unpark(self, worker: _Worker) -> None:
-        """The nested call is done."""
-        with self._lock:
-            worker.parked = False
-            self._parked -= 1
+    # ------------------------------------------------------------------ the end
 
     def interrupt(self) -> None:
         """Raise SystemExit in the running functions, at their next Python instruction.
@@ -405,13 +243,9 @@ class Executor:
         is unwound through C++ code that forbids unwinding, and so takes the process down with SIGABRT.
         """
         self._interrupted = True
-        # Under the lock, which excludes `_spawn`. Until a new thread runs, Python lists it under its starter's ident:
-        # the exception would hit the new thread, which would end before it reports its start, and the starter would
-        # wait for that report for ever.
         with self._lock:
-            for worker in list(self._workers):
-                thread = worker.thread
-                if thread is not None and thread is not threading.current_thread() and thread.ident is not None:
+            for thread in self._workers.copy():
+                if thread is not threading.current_thread() and thread.ident is not None and thread not in self._idle:
                     number = ctypes.c_ulong(thread.ident)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(SystemExit))
 
@@ -419,21 +253,27 @@ class Executor:
         """End idle workers and wait for the others; returns the names of threads still inside user functions."""
         with self._lock:
             self._stopping = True
-            idle, self._idle = self._idle, []
-            for worker in idle:
-                worker.hunting = True
-                self._hunters += 1
-                worker.lock.release()
-            workers = list(self._workers)
-        self._drop_tasks()
+        workers = self._workers.copy()
+        # Whatever is queued is dropped by the workers that are left, or by `Core.stop`'s caller.
+        for _ in workers:
+            try:
+                self._core.work(_Stop)
+            except CoreError:
+                break
         deadline = monotonic() + timeout_s
         stuck = []
-        for worker in workers:
-            thread = worker.thread
-            if thread is None or thread is threading.current_thread():
+        for thread in workers:
+            if thread is threading.current_thread():
                 continue
-            thread.join(max(0.0, deadline - monotonic()))
-            # A live thread without a task is not stuck, only slow to end on a busy machine.
-            if thread.is_alive() and worker.busy and worker not in idle:
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - monotonic()))
+            if thread.is_alive() and thread not in self._idle:
                 stuck.append(thread.name)
         return stuck
+
+
+class _Stop:
+    """Itself a task, which wakes a worker that is to end."""
+
+    @staticmethod
+    def drop() -> None: ...

@@ -20,34 +20,41 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
 from collections.abc import Callable
 from functools import partial
 from heapq import heappop, heappush
 from threading import get_ident
 from time import monotonic
-from typing import Any
+from typing import Any, TypeAlias
 
+from farcall.core.contract import ENDED, FAILURE, NOT_SENT, OVERDUE, REFUSABLE, RESPONSE, Arrived, Core, CoreError
 from farcall.errors import Cancelled, Delivery, NetworkError, RpcError, RpcTimeout
 from farcall.protocol.frames import Frame
-from farcall.protocol.notes import REFUSABLE, Inherited, write_notes
+from farcall.protocol.notes import Inherited, write_notes
 from farcall.protocol.references.messages import Fork
 from farcall.runtime.calls.executor import Executor
 from farcall.runtime.calls.scope import CURRENT, Served, inherit
-from farcall.runtime.io.reader import in_event_loop, is_interrupted, reading, stop_reading
-from farcall.runtime.io.sigint import SLICE_S, Gate
+from farcall.runtime.io.reader import in_event_loop, is_interrupted, may_wait, reading, stop_reading
+from farcall.runtime.io.sigint import Gate, deliver, enter, here, leave, look
 from farcall.runtime.io.timers import NEVER, Callback, Timer
 from farcall.runtime.observing import event_log
 from farcall.runtime.observing.counters import LOST, TIMED_OUT, Counters, counters_of, name_of
 from farcall.runtime.observing.observer_connection import Questions
 from farcall.runtime.observing.profiling import CallProfile
 from farcall.runtime.peers.peer import Peer
-from farcall.serialize import tie, withdraw
+from farcall.serialize import decline, discard, tie, withdraw
 
 FEWEST_DEADLINES = 1024
 """The heap of deadlines is made anew, without calls that have ended, when it has this many more than twice the rest."""
 EXPLAIN_S = 0.5
 """The longest delay of an error for the sake of its explanation."""
+
+
+Receive: TypeAlias = "Callable[[Peer, Arrived, PendingCall], Frame | None]"
+
+
+def _not_yet(peer: Peer, arrived: Arrived, call: PendingCall) -> Frame | None:
+    raise AssertionError("the node does not run yet")
 
 
 class PendingCall:
@@ -72,6 +79,12 @@ class PendingCall:
     """The thread that waits for it; 0 if unknown."""
     parent: Served | None = None
     """The request whose function made it; None if it is not cancelled with one."""
+    is_attached: bool = False
+    """Does it use the value of a creation, whose failure ends it?"""
+    is_told: bool = False
+    """Is a worker to take the answer at once?"""
+    in_core: bool = False
+    """Does the core know it?"""
     unwanted: bool = False
     """Was it cancelled, or is it overdue? The callee is told so; again if the request was still being sent."""
 
@@ -83,8 +96,8 @@ class PendingCall:
         """How long its caller has waited for what comes next."""
         return now - self.started_at
 
-    def on_answer(self, frame: Frame) -> None:
-        """The answer arrived."""
+    def on_answer(self, frame: Frame) -> object:
+        """The answer arrived. Returns what a thread gets that waits for it in the core."""
         raise NotImplementedError
 
     def on_failure(self, error: RpcError) -> None:
@@ -93,16 +106,14 @@ class PendingCall:
 
 
 class SyncCall(PendingCall):
-    """A call whose caller sleeps on ``lock`` until the call ends: the claiming thread releases it, once."""
+    """A call whose caller waits in the core. ``error``: why it ended, if another thread has ended it."""
 
     __slots__ = (
-        "answer",
         "arrived",
         "call_id",
         "counters",
         "deadline",
         "error",
-        "lock",
         "peer",
         "started_at",
         "thread_id",
@@ -120,40 +131,32 @@ class SyncCall(PendingCall):
         self.arrived: bool = False
         self.call_id: int = 0
         self.thread_id: int = get_ident()
-        self.answer: Frame | None = None
         self.error: RpcError | None = None
-        self.lock: threading.Lock = threading.Lock()
-        self.lock.acquire()
 
-    def on_answer(self, frame: Frame) -> None:
-        self.answer = frame
+    def on_answer(self, frame: Frame) -> object:
         self.arrived = True
-        self.lock.release()
+        return frame  # a worker has taken it: its caller waits in the core, unless it is a destructor's
 
     def on_failure(self, error: RpcError) -> None:
         self.error = error
         self.arrived = True
-        self.lock.release()
 
 
 class Waiting:
-    """A context around a wait: the calling thread is neither a reader nor a busy worker inside it."""
+    """A context around a wait: the calling thread is not a busy worker inside it."""
 
-    __slots__ = ("_executor", "_worker")
+    __slots__ = ("_executor", "_parked")
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
     def __enter__(self) -> None:
         stop_reading()
-        worker = self._executor.current_worker()
-        self._worker = None if worker is None or worker.parked else worker
-        if self._worker is not None:
-            self._executor.park(self._worker)
+        self._parked = self._executor.park()
 
     def __exit__(self, *_: object) -> None:
-        if self._worker is not None:
-            self._executor.unpark(self._worker)
+        if self._parked:
+            self._executor.unpark()
 
 
 class CallTable:
@@ -161,6 +164,7 @@ class CallTable:
 
     def __init__(
         self,
+        core: Core,
         timer: Callable[[Callback], Timer],
         executor: Executor,
         when_overloaded: str = "wait",
@@ -174,6 +178,9 @@ class CallTable:
         ``default_timeout_s``: the timeout of calls that name none. None: calls inherit nothing from their scope.
         """
         # Mutable, from any thread: ``pending`` and ``_held``, in single atomic operations; ``last_id``; ``_ended``.
+        self._core = core
+        self.receive: Receive = _not_yet
+        """Makes of what the core has for a waiting caller the message that came; set once, while the node starts."""
         self._inherits = default_timeout_s is not None
         self._default_s = default_timeout_s or 0.0
         self._deadlines = timer(self.fail_overdue)
@@ -288,73 +295,121 @@ class CallTable:
             self.send(call, frame)  # the destructor's effect is wanted, and nobody can wait for an answer here
             stop_reading()  # raises
         profile = call.profile
-        worker = self._executor.current_worker()
-        parked = False
-        inherited: Inherited | None = None
+        core = self._core
+        ended = 0
+        answer: Frame | None = None
         try:
-            scope = CURRENT.get()
-            if (scope is not None or call.timeout_s != self._default_s) and self._inherits:
-                inherited = inherit(call, scope, self._default_s)
-            if peer.full is not None:
-                self._wait_for_room(call)
-            stop_reading()
-            if worker is not None:
-                self._executor.park(worker)
-                parked = True
-            if (
-                inherited
-                or profile is not None
-                or frame.recording is not None
-                or frame.forks
-                or frame.telemetry
-                or frame.serial
-            ):
-                wanted = None if profile is None else profile.sends(frame.payload, frame.buffers)
-                write_notes(frame, profile=wanted, inherited=inherited)
-            frame.flags = self._flags if refusable else 0
-            frame.call_id = self.register(call, frame.function)
-            if frame.undo:
-                tie(frame)
-            peer.send(frame, call.deadline, False, call)
-            if call.unwanted:
-                # Again: control messages overtake large requests, so the first cancellation may have found no request.
-                peer.cancel(call.call_id)
-            if not call.arrived:
-                if call.parent is not None and call.parent.cancelled:
-                    self.cancel(call)  # the parent was cancelled before this call was in the table
-                if peer.broken:
-                    self._fail_lost(call)
-                overdue = False
-                # In slices, as `Gate` does: the main thread notices a signal that came just before its sleep only then.
-                while not call.lock.acquire(
-                    True, SLICE_S if overdue else max(0.0, min(SLICE_S, call.deadline - monotonic()))
-                ):
-                    if not overdue and monotonic() >= call.deadline:
-                        if self.claim(call.call_id) is not None:
-                            raise self._explained(call)
-                        overdue = True  # another thread has just claimed the call, and is about to release the lock
-        except BaseException:
-            # Not sent, overdue, or interrupted: stop waiting for the answer. Pop first, and without a Python function,
-            # since a second Ctrl-C may arrive inside one.
+            self._prepare(call, frame, refusable)
+            head, pieces = peer.encode(frame, call.deadline)
+            frame.handed_over = True
+            if call.parent is not None and call.parent.cancelled:
+                self.cancel(call)  # the parent was cancelled before this call was in the table
+            if call.error is not None:
+                raise call.error
+            guard = here.guard
+            if not guard.depth:
+                look()
+            guard.depth += 1  # Ctrl-C may cut the wait, and not what the answer brings
+            try:
+                arrived: Any
+                if call.parent is None and not call.is_attached:
+                    arrived = core.call(peer.way, head, pieces, call.deadline)
+                else:  # another thread may end it: it finds the call in the core, or its error is found here
+                    try:
+                        core.post(peer.way, head, pieces, call.deadline)
+                    except CoreError:
+                        ended = NOT_SENT
+                        raise
+                    if call.error is not None:
+                        raise call.error
+                    arrived = core.wait(call.call_id, call.deadline)
+                kind = arrived.kind
+                while kind in (RESPONSE, FAILURE):
+                    answer = arrived if arrived.__class__ is Frame else self.receive(peer, arrived, call)
+                    if answer is not None:
+                        self.pending.pop(call.call_id, None)
+                        return answer
+                    arrived = core.wait(call.call_id, call.deadline)  # it was deferred
+                    kind = arrived.kind
+            finally:
+                guard.depth -= 1
+                if guard.held is not None:
+                    deliver()
+            ended = arrived.flags
+            if call.error is not None:
+                raise call.error
+            if kind == OVERDUE:
+                raise self._unread(call) if ended & NOT_SENT else self._explained(call)
+            if self._ended is not None:
+                raise copy.copy(self._ended)
+            call.counters[LOST] += 1
+            lost = peer.lost(Delivery.NOT_SENT if ended & NOT_SENT else Delivery.UNKNOWN)
+            if not peer.broken:
+                ended = 0  # what goes in its place over another connection has its tickets
+            raise lost
+        except BaseException as error:
             self.pending.pop(call.call_id, None)
             self._on_given_up()
             if call.call_id:
                 peer.cancel(call.call_id)
+            if ended & NOT_SENT:
+                peer.take_back(frame)
             withdraw(frame)
+            if answer is not None:  # Ctrl-C was held back while it was taken
+                decline(answer, peer)
+                discard(answer.payload, peer)
+            if isinstance(error, CoreError):  # cancelled from elsewhere, or the node has ended
+                raise self._why_over(call, ended) from None
             raise
         finally:
-            if parked and worker is not None:
-                self._executor.unpark(worker)
             if profile is not None:
                 profile.ended()  # does nothing if an answer has ended it
-        if call.error is not None:
+
+    def _unread(self, call: PendingCall) -> RpcTimeout:
+        """`timed_out`, of a call whose request did not leave in time."""
+        error = self.timed_out(call)
+        _add(error, f"{call.peer.info.name} did not read all of the request: it is stopped, or too busy")
+        error.delivery = Delivery.NOT_SENT
+        return error
+
+    def _why_over(self, call: PendingCall, ended: int) -> RpcError:
+        if isinstance(call, SyncCall) and call.error is not None:
             failure, call.error = call.error, None
-            try:
-                raise failure
-            finally:
-                del failure  # break the cycle of traceback, stack frame and error, which would keep the arguments alive
-        assert call.answer is not None
-        return call.answer
+            return failure
+        if self._ended is not None:
+            return copy.copy(self._ended)
+        if call.peer.broken:
+            return call.peer.lost(Delivery.NOT_SENT if ended & NOT_SENT else Delivery.UNKNOWN)
+        return self._unread(call) if ended & NOT_SENT else Cancelled("the call was cancelled")
+
+    def _prepare(
+        self, call: PendingCall, frame: Frame, refusable: bool = True, created: Fork | None = None, origin: str = ""
+    ) -> None:
+        """Write the notes of a request, enter its call, and give it its number."""
+        profile = call.profile
+        inherited: Inherited | None = None
+        scope = CURRENT.get()
+        if (scope is not None or call.timeout_s != self._default_s) and self._inherits:
+            inherited = inherit(call, scope, self._default_s)
+        if call.peer.full is not None:
+            self._wait_for_room(call)
+        if (
+            inherited
+            or created
+            or profile is not None
+            or frame.recording is not None
+            or frame.forks
+            or frame.telemetry
+            or frame.serial
+        ):
+            wanted = None if profile is None else profile.sends(frame.payload, frame.buffers)
+            write_notes(frame, created=created, origin=origin, profile=wanted, inherited=inherited)
+            frame.marked = bool(created or frame.serial or frame.forks or frame.flags)
+        if refusable:
+            frame.flags |= self._flags
+        frame.call_id = self.register(call, frame.function)
+        if frame.undo:
+            tie(frame)
 
     def send(self, call: PendingCall, frame: Frame, created: Fork | None = None, origin: str = "") -> None:
         """Send ``frame``, the request of ``call``, without waiting for the outcome.
@@ -362,39 +417,27 @@ class CallTable:
         If this raises, the call is not in the table. ``created``: the callee keeps the result as the value of that
         fork's reference, which the program creates at ``origin``.
         """
-        profile = call.profile
         call_id = 0
-        inherited: Inherited | None = None
         try:
-            scope = CURRENT.get()
-            if (scope is not None or call.timeout_s != self._default_s) and self._inherits:
-                inherited = inherit(call, scope, self._default_s)
-            if call.peer.full is not None:
-                self._wait_for_room(call)
-            if (
-                inherited
-                or created
-                or profile is not None
-                or frame.recording is not None
-                or frame.forks
-                or frame.telemetry
-                or frame.serial
-            ):
-                wanted = None if profile is None else profile.sends(frame.payload, frame.buffers)
-                write_notes(frame, created=created, origin=origin, profile=wanted, inherited=inherited)
-            frame.flags |= self._flags
-            frame.call_id = call_id = self.register(call, frame.function)
+            frame.marked = bool(frame.flags)
+            self._prepare(call, frame, True, created, origin)
+            call_id = call.call_id
             if call.deadline != NEVER:
                 heappush(self._due, (call.deadline, call_id))
-            if frame.undo:
-                tie(frame)
-            call.peer.send(frame, call.deadline)
+            head, pieces = call.peer.encode(frame, call.deadline)
+            frame.handed_over = True
+            try:
+                self._core.post(call.peer.way, head, pieces, call.deadline, told=call.is_told, patient=may_wait())
+            except BaseException:
+                call.peer.take_back(frame)
+                raise
+            call.in_core = True
             if call.unwanted:
-                call.peer.cancel(call_id)  # again, as in `exchange`: the first one may have overtaken the request
+                call.peer.cancel(call_id)  # again: the core may not have known the call yet
+            if call.is_told:
+                self.tell(call)  # it may have been asked for meanwhile
             if call.parent is not None and call.parent.cancelled:
                 self.cancel(call)  # the parent was cancelled before this call was in the table
-            if call.peer.broken:
-                self._fail_lost(call)
             if call.deadline < self._deadlines.due:
                 self._deadlines.at(call.deadline)  # `exchange` needs no timer: its caller watches the clock
             elif len(self._due) > self._most_due:
@@ -403,9 +446,80 @@ class CallTable:
             claimed = self.pending.pop(call_id, None)
             withdraw(frame)
             self._on_given_up()
+            if isinstance(error, CoreError):
+                if self._ended is not None:
+                    raise copy.copy(self._ended) from None
+                if call.peer.broken:
+                    raise call.peer.lost(Delivery.NOT_SENT) from None
+                raise RpcTimeout(
+                    f"{call.peer.info.name} did not read the request in time: it is stopped, or too busy",
+                    Delivery.NOT_SENT,
+                ) from None
             if call_id and claimed is None and isinstance(error, NetworkError | RpcTimeout):
                 return  # another thread claimed the call, at its deadline or its link's end, and reports the failure
             raise
+
+    def wait(self, call: PendingCall, until: float) -> None:
+        """Wait for the answer of ``call``, an asynchronous one, until then or its deadline; complete it here.
+
+        Returns early where another thread completes it.
+        """
+        enter()  # Ctrl-C may cut the wait, and not what the answer brings
+        try:
+            self._wait(call, until)
+        finally:
+            leave()
+
+    def _wait(self, call: PendingCall, until: float) -> None:
+        core, peer = self._core, call.peer
+        while True:
+            try:
+                arrived = core.wait(call.call_id, min(until, call.deadline))
+            except CoreError:
+                return  # it is over: another thread has it
+            if arrived is None or arrived.kind == OVERDUE:
+                return
+            if arrived.kind == ENDED:
+                if self.claim(call.call_id) is not None:
+                    call.counters[LOST] += 1
+                    delivery = Delivery.NOT_SENT if arrived.flags & NOT_SENT else Delivery.UNKNOWN
+                    call.on_failure(copy.copy(self._ended) if self._ended is not None else peer.lost(delivery))
+                return
+            frame = self.receive(peer, arrived, call)
+            if frame is not None:
+                break  # else it was deferred
+        if self.answered(frame) is not None:
+            call.on_answer(frame)
+        else:
+            decline(frame, peer)
+            discard(frame.payload, peer)
+
+    def look_for_lost(self, peer: Peer) -> None:
+        """On the I/O thread: the link to ``peer`` has ended. Fail the calls of which the core tells nobody."""
+        for call in list(self.pending.values()):
+            if call.peer is peer and call.in_core and not call.is_told:
+                self.wait(call, 0.0)
+
+    def tell(self, call: PendingCall) -> None:
+        """Somebody is to be told of the answer."""
+        if call.in_core:
+            try:
+                self._core.tell(call.call_id)
+            except CoreError:
+                pass  # the node has ended
+
+    def on_ended(self, number: int, flags: int) -> None:
+        """On the I/O thread: there will be no answer for a call of which somebody is to be told."""
+        call = self.claim(number)
+        if call is not None:
+            call.counters[LOST] += 1
+            delivery = Delivery.NOT_SENT if flags & NOT_SENT else Delivery.UNKNOWN
+            call.on_failure(copy.copy(self._ended) if self._ended is not None else call.peer.lost(delivery))
+            self._on_given_up()
+        try:
+            self._core.settle(number, None)
+        except CoreError:
+            pass  # it has stopped
 
     def _wait_for_room(self, call: PendingCall) -> None:
         """The callee has reported a full queue: wait until it reports room. Raises at the call's deadline."""
@@ -436,12 +550,6 @@ class CallTable:
         finally:
             self._held.pop(id(call), None)
             self._on_given_up()
-
-    def _fail_lost(self, call: PendingCall) -> None:
-        """Fail ``call``: its link is broken, perhaps since before `fail_all` could find the call in the table."""
-        if self.claim(call.call_id) is not None:
-            call.counters[LOST] += 1
-            call.on_failure(call.peer.lost(Delivery.UNKNOWN))
 
     def timed_out(self, call: PendingCall) -> RpcTimeout:
         """Count and log a call whose deadline has passed; returns its error."""
@@ -481,6 +589,8 @@ class CallTable:
                 failed += 1
                 call.counters[LOST] += 1
                 call.on_failure(error(call))
+                if call.cancellable:
+                    call.peer.cancel(call.call_id)
         return failed
 
     def snapshot(self) -> list[PendingCall]:

@@ -16,8 +16,6 @@ from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
 from farcall.protocol.frames import Frame
-from farcall.runtime.calls.executor import UNKNOWN_S
-from farcall.runtime.calls.run_inline import QUICK_S
 from farcall.runtime.calls.scope import CURRENT
 from farcall.serialize import RECORDING
 
@@ -86,8 +84,6 @@ class Resumption:
 
     __slots__ = ("_finish", "_request")
 
-    expected_s = UNKNOWN_S
-
     def __init__(self, request: Request, finish: Callable[[], Any]) -> None:
         self._request = request
         self._finish = finish
@@ -115,7 +111,7 @@ class Resumption:
         if entrusted is not None:
             request.entrust(entrusted)
         if not later:
-            request.answer(outcome, more and request.expected_s < QUICK_S)
+            request.answer(outcome)
 
     def drop(self) -> None:
         self._request.drop()

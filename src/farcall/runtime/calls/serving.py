@@ -3,9 +3,6 @@
 Every error in serving a request (unknown function, arguments that cannot be deserialized, a result that cannot be
 sent) becomes a failure answer: the caller gets the error, and both processes carry on.
 
-The I/O thread itself runs a function that it expects to be quick, or brief with nothing else running (`run_inline.py`);
-workers run all others. Answers of quick functions that run back to back are sent together, after HOLD_S at most.
-
 A plain value is sent at once; a future's value by the thread that completes the future; a coroutine's result when the
 coroutine ends on the node's event loop (`results.py`, `coroutines.py`).
 
@@ -21,20 +18,20 @@ import logging
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextvars import Context
 from functools import partial
 from sys import audit
-from time import perf_counter, process_time, thread_time
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from farcall.core.contract import CoreError
 from farcall.errors import NotAllowed, RpcError, SerializationError
 from farcall.ids import RefId, WorkerInfo
-from farcall.protocol.frames import FAILURE, LARGE_BYTES, RESPONSE, Frame
+from farcall.protocol.frames import FAILURE, RESPONSE, Frame
 from farcall.protocol.notes import KEEP, REFUSED, STREAM, Notes, write_notes
 from farcall.runtime.calls.coroutines import Concluded, CoroutineRunner
-from farcall.runtime.calls.executor import UNKNOWN_S, Executor, FunctionTask, Task
+from farcall.runtime.calls.executor import Executor, FunctionTask, Task
 from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.results import (
     ASYNC_MARK,
@@ -46,10 +43,8 @@ from farcall.runtime.calls.results import (
     StoredFailure,
     answers_later,
 )
-from farcall.runtime.calls.run_inline import QUICK_S, InlineFunctions
 from farcall.runtime.calls.scope import CURRENT, NOTHING, Dependents
 from farcall.runtime.devices.streams import StreamCoroutine, StreamPool, StreamTask
-from farcall.runtime.io.reader import reading
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.observing import event_log
 from farcall.runtime.observing.counters import BOUNDS_S, FAILED, counters_of, name_of
@@ -76,28 +71,23 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger("farcall")
 
-HOLD_S = 200e-6
-HOLD_BYTES = 64 * 1024
-"""Limits on a batch of held-back answers: the age of the oldest one, and the size of all together."""
-
-
 SPECIAL = KEEP | STREAM
 
 
 class ReferenceKeeper(Protocol):
     """The references of a node, as the handling of messages needs them: `rpc/references.py`."""
 
+    def defers(self, peer: Peer, number: int, notes: Notes, defer: Callable[[], None]) -> bool:
+        """Must the message ``number`` wait, for word of an owner or behind another one? Then ``defer`` it."""
+
     def take_forks(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
-        """Turn the forks in the notes of ``frame`` into references; False: do not read the frame, or not yet.
+        """Turn the forks in the notes of ``frame`` into references; False: do not handle the frame.
 
         A request with the flag REFUSED will not run, and creates no reference.
         """
 
-    def take_turns(self, peer: Peer, frame: Frame, ref: RefId) -> bool:
-        """Find the mailbox of the object ``ref``, for the request ``frame``; False: the request must wait."""
-
-    def cancel_deferred(self, peer: Peer, call_id: int | None = None) -> None:
-        """The call ``call_id`` of ``peer`` (None: every call) is not wanted any more: refuse it if it waits here."""
+    def take_turns(self, peer: Peer, frame: Frame, ref: RefId) -> None:
+        """Find the mailbox of the object ``ref``, for the request ``frame``."""
 
     def kept_request(self, server: Server, peer: Peer, frame: Frame) -> Request:
         """Make the request of a frame with the flag KEEP: this node keeps its result."""
@@ -106,13 +96,13 @@ class ReferenceKeeper(Protocol):
 class NoReferences:
     """The `ReferenceKeeper` of a node without references."""
 
+    def defers(self, peer: Peer, number: int, notes: Notes, defer: Callable[[], None]) -> bool:
+        return False
+
     def take_forks(self, peer: Peer, frame: Frame, notes: Notes) -> bool:
         return True
 
-    def take_turns(self, peer: Peer, frame: Frame, ref: RefId) -> bool:
-        return True
-
-    def cancel_deferred(self, peer: Peer, call_id: int | None = None) -> None:
+    def take_turns(self, peer: Peer, frame: Frame, ref: RefId) -> None:
         pass
 
     def kept_request(self, server: Server, peer: Peer, frame: Frame) -> Request:
@@ -143,16 +133,10 @@ class Server:
         self.worker = worker
         self._nested = nested
         self._executor = executor
-        self.inline: InlineFunctions = InlineFunctions()
         self.unanswered: dict[tuple[int, int], Request] = {}
         self.event_log: event_log.EventLog = log
         self.on_failure: Callable[[BaseException], None] | None = None
         """Called with every error that goes to a caller, on the thread that raised it. Set by the layer above."""
-        self._queue = executor.tasks
-        self._computing: set[Request] = set()  # requests whose functions run now
-        self._corked: set[Peer] = set()
-        self._corked_at: float = 0.0
-        self._corked_bytes: int = 0
         self.stream_pool: StreamPool | None = None
         """The CUDA streams that functions run on; None in a node without devices."""
         self.devices: Sequence[torch.device] = ()
@@ -185,74 +169,47 @@ class Server:
         """
         return sum(not (request.deferred and (request.cancelled or request.peer.broken)) for request in self.active)
 
-    def accept(self, peer: Peer, frame: Frame, request: Request | None = None) -> None:
-        """Take a request: run it on this thread if `run_inline.py`'s rules allow it, else queue it for a worker.
-
-        ``request``: the same, accepted before; the code that it waited for has come.
-        """
-        function = frame.function
-        if request is None:
-            if frame.flags & SPECIAL:
-                make = self.references.kept_request if frame.flags & KEEP else self.stream_request
-                request = make(self, peer, frame)
-            else:
-                request = Request(self, peer, frame)
-            self.unanswered[peer.number, frame.call_id] = request
-            self.last_accepted = self._next_number()  # after the line above, see CallTable.register
-            if function[:1] == BY_VALUE and not (self.code or self._make_code()).is_here(request):
-                return
-        task: Task = request if self.wrap is None else self.wrap(request)
-        if frame.turns is not None:
-            request.queued_at = perf_counter()
-            if not frame.turns.enter(task):
-                return  # the mailbox submits itself when the turn of this request comes
-            task = frame.turns
-        at_once = function in self.inline.quick or self._best_in_turn(function)
-        if at_once or (function in self.inline.brief and not self._computing and not self._queue):
-            kept = peer.run_inline(task if self.stream_pool is None else StreamTask(task, self.stream_pool), at_once)
-            if kept is not None:
-                if not kept:
-                    # Late. If the thread went on to a batch (`run_behind`), that was banned in its place.
-                    if not request.went_on:
-                        self.inline.ban(function)
-                    # This thread lost the reader role. Its successor may be asleep, so flush here.
-                    self.flush()
-                return
+    def accept(self, peer: Peer, frame: Frame) -> Task | None:
+        """Take a request. Returns the task that the calling worker is to run now; None: it runs later."""
+        if frame.flags & SPECIAL:
+            make = self.references.kept_request if frame.flags & KEEP else self.stream_request
+            request = make(self, peer, frame)
+        else:
+            request = Request(self, peer, frame)
+        self.unanswered[peer.number, frame.call_id] = request
+        self.last_accepted = self._next_number()  # after the line above, see CallTable.register
+        if frame.function[:1] == BY_VALUE and not (self.code or self._make_code()).is_here(request):
+            return None
         request.queued_at = perf_counter()
-        self.submit(task)
+        if frame.turns is None and self.wrap is None and self.stream_pool is None:
+            return request  # the usual case
+        return self._task_of(request)
+
+    def accept_again(self, request: Request) -> None:
+        """The code that an accepted request waited for has come."""
+        task = self._task_of(request)
+        if task is not None:
+            self.run_later(task)
+
+    def run_later(self, task: Task) -> None:
+        """What `accept` returned was not accepted by the worker that is to run it."""
+        self._executor.submit(task)
+
+    def _task_of(self, request: Request) -> Task | None:
+        task: Task = request if self.wrap is None else self.wrap(request)
+        turns = request.frame.turns
+        request.queued_at = perf_counter()
+        if turns is not None:
+            if not turns.enter(task):
+                return None  # the mailbox submits itself when the turn of this request comes
+            task = turns
+        return task if self.stream_pool is None else StreamTask(task, self.stream_pool)
 
     def _make_code(self) -> ArrivingCode:
         from farcall.runtime.calls.arriving_code import ArrivingCode  # programs whose functions have names need none
 
         made: ArrivingCode = vars(self).setdefault("code", ArrivingCode(self))  # one step: several links may be read
         return made
-
-    def run_behind(self, request: Request, task: Task, function: bytes) -> None:
-        """Run ``task``, a follow-up of the ended ``request`` that is timed under the name ``function``.
-
-        On the I/O thread, if this is it and the rules of `accept` allow that; else on a worker.
-        """
-        quick = function in self.inline.quick
-        if (
-            (quick or function in self.inline.brief)
-            and reading.loop is not None
-            and self.stream_pool is None
-            and not self._computing
-            and not self._queue
-        ):
-            # In an empty context: the task serves other callers, too, and must not inherit this request's scope.
-            kept = Context().run(request.peer.run_inline, task, quick)
-            if kept is not None:
-                request.went_on = True
-                if not kept:
-                    self.inline.ban(function)
-                return
-        self.submit(task)
-
-    def _best_in_turn(self, function: bytes) -> bool:
-        """Is ``function`` brief and compute-bound, at a time when such functions slow each other down on workers?"""
-        inline = self.inline
-        return function in inline.brief and self._executor.at_peace and function not in inline.sleepers
 
     def submit(self, task: Task) -> None:
         """Queue ``task`` for a worker; in a node with devices it runs on its own streams."""
@@ -263,8 +220,6 @@ class Server:
         request = self.unanswered.get((peer.number, call_id))
         if request is not None:
             self._cancel(request)
-        else:
-            self.references.cancel_deferred(peer, call_id)
 
     def cancel_all(self, peer: Peer | None = None) -> None:
         """Cancel the requests of ``peer``, which is gone, or all (None): this node ends."""
@@ -273,8 +228,6 @@ class Server:
                 self._cancel(request)
         if self.code is not None:
             self.code.forget(peer)
-        if peer is not None:
-            self.references.cancel_deferred(peer)
 
     def _cancel(self, request: Request) -> None:
         if self._nested is None:
@@ -286,24 +239,17 @@ class Server:
         if self.on_answered is not None:
             self.on_answered()  # `awaited` may just have become 0, and a shutdown waits for that
 
-    def hold_back(self, peer: Peer, size_bytes: int, now: float) -> None:
-        """An answer of ``size_bytes`` is in the outbox of ``peer``: flush it later, with others, within the limits."""
-        if not self._corked:
-            self._corked_at, self._corked_bytes = now, 0
-        self._corked_bytes += size_bytes
-        self._corked.add(peer)
-        if self._corked_bytes >= HOLD_BYTES or now - self._corked_at > HOLD_S:
-            self.flush()
+    def on_starved(self) -> None:
+        """On the I/O thread: requests wait, and no worker takes them."""
+        self._executor.on_starved()
 
-    def flush(self) -> bool:
-        """Send the held-back answers. False, for `Loop.before_sleep`: this gives other threads no work."""
-        while self._corked:
-            try:
-                peer = self._corked.pop()
-            except KeyError:
-                break  # another thread flushes, too
-            peer.flush()
-        return False
+    def ended(self, request: Request) -> None:
+        """``request`` gets no answer."""
+        try:
+            self._executor.core.finished(request.peer.back, request.frame.call_id)
+        except CoreError:
+            pass  # the node ends
+        self.answered(request)
 
     def answered(self, request: Request) -> None:
         """Forget ``request``, which has been answered or dropped."""
@@ -319,7 +265,6 @@ class Request:
         "cancelled",
         "deferred",
         "dependents",
-        "expected_s",
         "frame",
         "function_name",
         "peer",
@@ -328,25 +273,23 @@ class Request:
         "server",
         "started_at",
         "thread_id",
-        "went_on",
     )
 
     cancellable = True
+    is_ordered = False
+    """Must its answer not pass what was sent before it?"""
 
     def __init__(self, server: Server, peer: Peer, frame: Frame) -> None:
         self.profile: RunProfile | None = None
         self.server: Server = server
         self.peer: Peer = peer
         self.frame: Frame = frame
-        self.expected_s: float = server.inline.expected_s.get(frame.function, UNKNOWN_S)
-        """How long its function is expected to take; after the run, the expectation for the next one."""
         self.cancelled: bool = False
         self.deferred: bool = False  # the function has returned, and the answer comes later
         self.function_name: str = ""
         self.queued_at: float = 0.0  # 0.0: it was never queued for a worker
         self.started_at: float = 0.0
         self.thread_id: int = 0
-        self.went_on: bool = False  # its thread ran a follow-up task, whose time is not this function's
         self.dependents: Dependents | None = None
 
     def stop_writing(self) -> None:
@@ -396,15 +339,9 @@ class Request:
             self.profile = PROFILING.begin_run(server.worker, frame.profile)
         self.thread_id = threading.get_ident()
         outer = CURRENT.set(self)
-        # Each of these clocks costs a system call: skip them for a quick function that runs alone.
-        all_before_s = process_time() if server._computing else -1.0
-        own_before_s = thread_time() if all_before_s >= 0 or self.expected_s >= QUICK_S else -1.0
-        server._computing.add(self)
         started = self.started_at = perf_counter()
         entrusted: Entrusted | None = None
         failure: Frame | None = None
-        if self.expected_s >= QUICK_S:
-            server.flush()  # held-back answers go first: this function may take long
         try:
             if frame.code is not None:
                 func, args, kwargs = self._read_by_value(frame.code)
@@ -448,19 +385,11 @@ class Request:
             args = kwargs = None  # which the traceback holds, too: their memory is released ahead of the answer
         finally:
             took_s = perf_counter() - started
-            server._computing.discard(self)
             try:
                 counters = self.peer.served[function]
             except KeyError:
                 counters = counters_of(self.peer.served, function, self.function_name)
             counters[bisect_right(BOUNDS_S, took_s)] += 1
-            if function:
-                self.expected_s = server.inline.ran(
-                    function,
-                    took_s,
-                    thread_time() - own_before_s if own_before_s >= 0 else -1.0,
-                    process_time() - all_before_s if all_before_s >= 0 else -1.0,
-                )
             if recording is not None:
                 RECORDING.set(outside)
             CURRENT.reset(outer)
@@ -471,8 +400,7 @@ class Request:
             if entrusted is not None:
                 self.entrust(entrusted)  # after the timing above: it may run other functions, with times of their own
             return
-        # Only the answers of quick functions are held back.
-        self.answer(outcome, more and self.expected_s < QUICK_S)
+        self.answer(outcome)
 
     def _read_by_value(self, code: LoadedUnit | Exception) -> tuple[Callable[..., Any], Any, Any]:
         """Read a call of a function by value."""
@@ -499,7 +427,7 @@ class Request:
         """End the request without a run and without an answer: the node ends, or the caller gave up."""
         discard(self.frame.payload, self.peer)
         decline(self.frame, self.peer)
-        self.server.answered(self)
+        self.server.ended(self)
 
     def answer(self, outcome: list[Any], more: bool = False) -> None:
         """Send the only item of ``outcome`` to the caller; the list is empty afterwards.
@@ -507,7 +435,7 @@ class Request:
         ``more``: other answers or a flush follow at once, so a small answer may wait for them.
         """
         if self.cancelled:
-            self.server.answered(self)  # the caller no longer waits
+            self.server.ended(self)  # the caller no longer waits
             return
         frame = Frame(RESPONSE, recording=self.frame.recording)
         try:
@@ -516,17 +444,7 @@ class Request:
             self.fail(error)
             return
         outcome.clear()
-        if more:
-            size_bytes = len(frame.payload)
-            for buffer in frame.buffers:
-                if buffer.nbytes < LARGE_BYTES:  # larger ones go through shared memory, or are written at once
-                    size_bytes += buffer.nbytes
-            if size_bytes < HOLD_BYTES:
-                self._send(frame, True)
-                # Only now that it is in the outbox: else another thread's flush could clear the mark and find nothing.
-                self.server.hold_back(self.peer, size_bytes, perf_counter())
-                return
-        self._send(frame, False)
+        self._send(frame, more)
 
     def fail(self, error: BaseException) -> None:
         """Answer with ``error``."""
@@ -537,7 +455,7 @@ class Request:
     def _wanted_failure(self, error: BaseException) -> Frame | None:
         """The answer of a request that ends with ``error``; None if nobody waits for it any more."""
         if self.cancelled:
-            self.server.answered(self)
+            self.server.ended(self)
             return None
         return self.failure(error)
 
@@ -568,6 +486,7 @@ class Request:
             )
         if frame.forks or profiled or frame.message_id:
             write_notes(frame, profiled=profiled)
+        frame.marked = self.is_ordered
         try:
             self.peer.send(frame, more=more)
         except RpcError as error:

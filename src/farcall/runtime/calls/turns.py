@@ -34,7 +34,7 @@ from time import monotonic
 from typing import Any
 
 from farcall.errors import Cancelled, RpcTimeout
-from farcall.runtime.calls.executor import UNKNOWN_S, FunctionTask, Task
+from farcall.runtime.calls.executor import FunctionTask, Task
 from farcall.runtime.calls.scope import CURRENT, Served
 from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
@@ -114,12 +114,6 @@ class Turns:
                 return False
             self._holder = self._next = task
         return True
-
-    @property
-    def expected_s(self) -> float:
-        """See `Task`."""
-        task = self._next
-        return UNKNOWN_S if task is None else task.expected_s
 
     def run(self, more: bool) -> None:
         """Run the request that has the turn."""

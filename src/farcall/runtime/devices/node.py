@@ -83,7 +83,6 @@ class NodeDevices:
             if peer.devices is None:
                 pairs, automatic = self._map_to(peer)
                 peer.devices = DeviceLink(self, peer, pairs, automatic=automatic)
-                peer.link.incoming.look_for(DEVICE_BUSY_WAIT_S)
             link: DeviceLink = peer.devices
             return link
 

@@ -157,10 +157,6 @@ class StreamTask:
         self._task = task
         self._stream_pool = stream_pool
 
-    @property
-    def expected_s(self) -> float:
-        return float(self._task.expected_s)
-
     def run(self, more: bool) -> None:
         self._stream_pool.run(lambda: self._task.run(more))
 

@@ -3,7 +3,8 @@
 User threads read and write sockets themselves. A ``KeyboardInterrupt`` raised between "the kernel took 700 bytes" and
 "we noted that 700 bytes are gone" would leave a stream that nobody can continue. So while the main thread is inside
 such a section (``enter`` .. ``leave``: microseconds, or a bounded wait) our SIGINT handler holds the signal back, and
-``leave`` passes it to the previous handler. Taking a lock is such a section, too: a signal may come between the call
+``leave`` passes it to the previous handler. Only a wait of the core inside lets it through: it may be cut, and what it
+has received cannot be lost behind it. Taking a lock is such a section, too: a signal may come between the call
 that takes the lock and the ``try`` behind it.
 
 A program may set a handler of its own at any time (a notebook does so before each cell), and may set an earlier one
@@ -29,6 +30,7 @@ from math import inf
 from time import monotonic, sleep
 from types import FrameType
 
+from farcall.core import in_wait
 from farcall.destructors import DESTRUCTORS
 
 SLICE_S = 1.0
@@ -85,11 +87,20 @@ class _SigintHandler:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         again, _state.again = _state.again, False
+        may_cut = not _state.sealed and (in_wait() or not _state.depth)
         if again:
-            if _state.held is not None:  # else the end of a section was quicker
-                deliver()
-        elif _state.depth or _state.sealed:
+            if _state.held is None:
+                return  # the end of a section was quicker
+            if may_cut and not _in_destructor(frame):
+                held, _state.held = _state.held, None
+                _call(*held)
+            else:
+                _press_again_soon()
+        elif _state.sealed:
             _state.held = (self.before, number, frame)
+        elif not may_cut:
+            _state.held = (self.before, number, frame)
+            _press_again_soon()  # a wait may begin inside of the section
         elif _in_destructor(frame) and not _event_loop_listens():
             _state.held = (self.before, number, frame)
             _press_again_soon()

@@ -18,6 +18,7 @@ Thread rules
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -29,6 +30,11 @@ NEVER = float("inf")
 
 Callback = Callable[[float], float]
 """``callback(now)`` runs on the I/O thread, must not block, and returns when it is due again (NEVER: after ``at``)."""
+
+
+def bounded(seconds: float) -> float:
+    """Seconds as ``Lock.acquire`` wants them: -1 for no bound, never negative otherwise."""
+    return -1 if seconds == NEVER else min(max(0.0, seconds), threading.TIMEOUT_MAX)
 
 
 class Timer:

@@ -58,10 +58,10 @@ from farcall.protocol.hello import Connect, Hello, RefusalReason, Remind, Resume
 from farcall.protocol.member import PROCESS_ENDED, Member
 from farcall.protocol.membership.events import Heard, LinkLost, LinkRefused
 from farcall.protocol.membership.messages import Message
-from farcall.protocol.session import SessionError
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.dialler import WITHIN_THE_HOST, Dialler, Found, Target, is_near
+from farcall.runtime.link.link import SessionError
 from farcall.runtime.peers.host import Watcher
 from farcall.runtime.peers.peer import RemotePeer
 from farcall.secret import Secret
@@ -234,7 +234,7 @@ class Connector:
         if peer.broken or peer.link.up or self.is_dialling(peer.incarnation):
             return
         if tie is None or tie.sleeps:
-            peer.link.outgoing.sleep()  # a sender then calls `wake`
+            peer.link.sleep()  # a sender then calls `wake`
         elif tie.dialler is None:  # it was refused, and no thread could be started for the next one
             self._dial_on(tie)
         elif not tie.dialler.is_wanted():  # our dial yielded to the peer's
@@ -370,7 +370,7 @@ class Connector:
             self.awake.pop(peer.incarnation, None)
             self.parted += 1
             tie.sleeps = True
-            peer.link.outgoing.sleep()
+            peer.link.sleep()
             return True
         if not peer.leaving:
             self._watch.feed(LinkLost(peer.incarnation))
@@ -378,7 +378,7 @@ class Connector:
         if peer.leaving or not self._reconnect_s or not link.transport.resumable:
             return False
         now = monotonic()
-        bond.lose(link.session.received, now, self._reconnect_s)
+        bond.lose(link.received, now, self._reconnect_s)
         # No warning yet: later, one line reports either the new connection or the end of the link.
         logger.info("%s: the connection to %s broke: %s", self._owner.hello().member.name, peer.info.name, reason)
         dial = bond.redial(now, self._reconnect_s, within_host=link.transport.kind in WITHIN_THE_HOST)
@@ -418,7 +418,7 @@ class Connector:
     def _redial(self, tie: _Tie, dial: Dial, reason: str) -> bool:
         """Begin to dial a member again, because of ``reason``; False: the node ends."""
         self._end_redial(tie)
-        peer, lost, session = tie.peer, tie.peer.link.transport, tie.peer.link.session
+        peer, link, lost = tie.peer, tie.peer.link, tie.peer.link.transport
         resumes = dial.goal is Goal.RESUME
         if resumes:
             # Even if the link is down already: nobody may have settled the break yet; or the session is resuming,
@@ -432,7 +432,7 @@ class Connector:
             if self._stopped:
                 return False  # its session may have ended: who stops us closes the links next
             session_id = tie.bond.session_id
-            hello = self._owner.hello().wanting(Resume(session_id, session.resume()) if resumes else Remind(session_id))
+            hello = self._owner.hello().wanting(Resume(session_id, link.received) if resumes else Remind(session_id))
             tie.dialler = self._begin(dial, target, hello, partial(self._on_redialled, tie))
         return True
 
@@ -495,7 +495,7 @@ class Connector:
         answer = bond.answer(type(purpose), is_lower=incarnation < self._owner.hello().member.incarnation)
         if answer is Answer.DIAL:
             if tie.sleeps:
-                link.outgoing.asleep = False
+                link.asleep = False
                 self.wake(tie.peer)
             elif not link.up and not bond.dialled:  # each end waited for the other's dial
                 bond.dialled = True
@@ -513,7 +513,7 @@ class Connector:
             raise refuse(RefusalReason.CROSSED, f"{name} {answer.value}")
         if answer is not Answer.RESUME or not isinstance(purpose, Resume):
             raise refuse(RefusalReason.NOT_ADMITTED, f"{name} {answer.value}")
-        if purpose.received < link.session.acknowledged:
+        if purpose.received < link.acknowledged:
             raise HandshakeRefused("an attempt that its dialler has given up")
         if bond.dialled:  # else our dial, if any, only reminds the member
             if tie.dialler is not None:
@@ -522,12 +522,12 @@ class Connector:
             bond.dialled = False
         if tie.dialler is None or link.up:
             # This end may learn of the break from the other end first.
-            bond.lose(link.session.received, monotonic(), self._reconnect_s)
+            bond.lose(link.received, monotonic(), self._reconnect_s)
         link.break_off("the other end has made a new one")
         with self._lock:
             if self._stopped:  # meanwhile; who stops us closes the links next
                 raise refuse(RefusalReason.NOT_ADMITTED, f"{name} comes back to a session that has ended")
-            return link.session.resume()
+            return link.received
 
     def on_resumed(self, transport: Transport, established: Established) -> None:
         """The answer of `admit` is on its way: go on over this connection."""
@@ -543,7 +543,7 @@ class Connector:
         self.awake[peer.incarnation] = peer
         tie.sleeps = False
         tie.silent_since = None
-        tie.bond.restore(peer.link.session.received, monotonic())
+        tie.bond.restore(peer.link.received, monotonic())
         with self._lock:
             if self._stopped:
                 transport.close()
@@ -555,7 +555,7 @@ class Connector:
                 return
             if had_parted:
                 return  # a parting loses nothing: no frame is sent again, and nothing is to be reported
-            self.frames_sent_again += peer.link.session.sent_again
+            self.frames_sent_again += peer.link.sent_again
         self._watch.feed(Heard(peer.incarnation))
         name = self._owner.hello().member.name
         logger.warning("%s: connected to %s again, over %s", name, peer.info.name, transport.describe())

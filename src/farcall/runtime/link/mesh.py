@@ -142,7 +142,7 @@ class Mesh:
                 # A member whose connection broke before it had our proof knows of no session, and comes as if for the
                 # first time: while we start or, if it is slow, later. No other member may: it would get frames twice.
                 is_first = isinstance(hello.purpose, Connect) and hello.purpose.is_first
-                if is_first and not before.link.up and not before.link.session.received:
+                if is_first and not before.link.up and not before.link.has_heard:
                     return None
                 if is_first and self._peers.connector.dialled(before):
                     raise refuse(RefusalReason.CROSSED, f"{peer.name} has let us in")  # both dialled at once

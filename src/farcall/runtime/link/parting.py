@@ -50,7 +50,7 @@ class Partings:
         self._watch = watch
         self._watcher = watcher
         self._is_possible = reconnect_s > 0
-        self._bytes: dict[int, int] = {}
+        self._bytes: dict[int, tuple[int, ...]] = {}
         self._timer = loop.timer(self._look)
 
     def look_from_now_on(self) -> None:
@@ -64,7 +64,7 @@ class Partings:
         idle: list[RemotePeer] = []
         for incarnation, peer in self._connector.awake.copy().items():
             if incarnation > self._me and incarnation not in neighbours and peer.known:
-                count = self._bytes[incarnation] = peer.link.heard_bytes + peer.link.outgoing.bytes_sent
+                count = self._bytes[incarnation] = peer.link.traffic[:2]
                 if before.get(incarnation) == count:
                     idle.append(peer)
         if idle:
@@ -78,7 +78,7 @@ class Partings:
         if bond is None or bond.parting is not Parting.NO or not self._may_part(peer, awaited):
             return
         bond.part(Parting.PROPOSED)
-        if not link.outgoing.pause_behind(_encoded(Part(link.session.received))):
+        if not link.send_last(_encoded(Part(link.traffic.frames))):
             bond.parting = Parting.NO
 
     def _may_part(self, peer: RemotePeer, awaited: Collection[Peer]) -> bool:
@@ -90,8 +90,8 @@ class Partings:
         bond, link = self._connector.bond_of(peer), peer.link
         if bond is not None and bond.parting is Parting.NO and self._may_part(peer, self._watcher.awaited()):
             bond.part(Parting.AGREED)
-            parted = _encoded(Parted(link.session.received))
-            if link.outgoing.pause_behind(parted, message.received):
+            parted = _encoded(Parted(link.traffic.frames))
+            if link.send_last(parted, message.received):
                 return
             bond.parting = Parting.NO
         if link.up:
@@ -100,7 +100,7 @@ class Partings:
     def on_parted(self, peer: RemotePeer, message: Parted) -> None:
         """The member agrees, and writes nothing any more over this connection."""
         bond, link = self._connector.bond_of(peer), peer.link
-        if bond is not None and bond.parting is Parting.PROPOSED and link.session.has_all(message.received):
+        if bond is not None and bond.parting is Parting.PROPOSED:
             bond.part(Parting.AGREED)
             link.interrupt("both ends had nothing to say")
             return
@@ -113,7 +113,7 @@ class Partings:
         bond = self._connector.bond_of(peer)
         if bond is not None and bond.parting is not Parting.NO and peer.link.up:
             bond.parting = Parting.NO
-            peer.link.outgoing.unpause()
+            peer.link.go_on()
 
 
 def _encoded(message: Part | Parted) -> bytes:

@@ -23,13 +23,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from time import monotonic
 from typing import NamedTuple
 
-from farcall.errors import Delivery, NetworkError, RpcError
+from farcall.errors import Delivery, NetworkError
 from farcall.ids import WorkerInfo
 from farcall.protocol.member import Member, incarnation_text
 from farcall.protocol.messages import LEFT
 from farcall.runtime.calls.admission import Admission
-from farcall.runtime.calls.executor import UNKNOWN_S, Executor
-from farcall.runtime.calls.pending import CallTable, PendingCall
+from farcall.runtime.calls.executor import Executor
+from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.io.loop import Loop
 from farcall.runtime.membership.shutdown import Leaving, Withdrawing
 from farcall.runtime.observing.counters import LOST
@@ -60,8 +60,6 @@ class MemberEvent(NamedTuple):
 
 class MemberEvents:
     """The subscriptions of programs to changes of members. A task of the executor, which runs the callbacks."""
-
-    expected_s = UNKNOWN_S
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -184,6 +182,14 @@ _lost_processes: dict[int, float] = {}
 """Process ids, on this host, of lost members, and when each was lost."""
 
 
+def note_lost_process(peer: RemotePeer) -> None:
+    """On the I/O thread: ``peer`` is lost, or says that it ends; before anybody is told."""
+    now = monotonic()
+    for process in [process for process, at in _lost_processes.items() if now - at > RECENTLY_S]:
+        del _lost_processes[process]
+    _lost_processes[peer.link.transport.peer_process] = now
+
+
 def wait_for_lost_processes() -> None:
     """At the end of this process: wait up to ENDS_S until recently lost processes have ended.
 
@@ -282,15 +288,8 @@ class MemberChanges:
             level = self.loss_level if peer.linked else logging.DEBUG
             logger.log(level, "%s: lost %s: %s", self._name, peer.info.name, reason)
         if peer.linked and not (peer.leaving and peer.farewell == LEFT):
-            now = monotonic()
-            for process in [process for process, at in _lost_processes.items() if now - at > RECENTLY_S]:
-                del _lost_processes[process]
-            _lost_processes[peer.link.transport.peer_process] = now
-
-        def lost(call: PendingCall) -> RpcError:
-            return peer.lost(Delivery.NOT_SENT if call.call_id in peer.link.never_sent else Delivery.UNKNOWN)
-
-        self._calls.fail_all(lost, peer)
+            note_lost_process(peer)
+        self._calls.look_for_lost(peer)
         for hook in self._gone_hooks:
             hook(peer)
         self._leaving.on_peer_gone(peer)
@@ -307,5 +306,6 @@ class MemberChanges:
             if call is not None:
                 call.counters[LOST] += 1
                 call.on_failure(NetworkError(why, Delivery.NOT_SENT))
+                call.peer.cancel(call.call_id)  # wakes a caller that waits for it
 
         self._loop.call_soon(fail)

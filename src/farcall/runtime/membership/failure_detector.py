@@ -97,7 +97,7 @@ class FailureDetector:
         self._loop = loop
         self._timer = loop.timer(self._do_due)
         self._reach = reach
-        self._received: dict[int, tuple[Link, int]] = {}
+        self._received: dict[int, tuple[Link, float]] = {}
         self._running = False
         self._stopped = False
         self._settled = Gate()
@@ -255,11 +255,11 @@ class FailureDetector:
         return NEVER if deadline is None else deadline
 
     def _tell_links(self) -> None:
-        received: dict[int, tuple[Link, int]] = {}
+        received: dict[int, tuple[Link, float]] = {}
         for incarnation, link in self._reach.links():
-            count = link.heard_bytes
+            count = link.heard
             received[incarnation] = (link, count)
-            if count and self._received.get(incarnation) != (link, count):
+            if count > 0 and self._received.get(incarnation) != (link, count):
                 self._carry_out(self._machine.handle(events.Heard(incarnation), monotonic()))
         self._received = received
         for incarnation in self.unresponsive():

@@ -7,6 +7,7 @@ at them. Used by the threads that start and end the node; methods that run elsew
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from time import monotonic
 from typing import Protocol
@@ -15,7 +16,6 @@ from farcall.errors import RpcError
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
-from farcall.protocol.frames import Frame
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.connector import Connector
 from farcall.runtime.link.mesh import Mesh
@@ -25,11 +25,12 @@ from farcall.runtime.node.dispatcher import Dispatcher
 from farcall.runtime.node.resources import Resources
 from farcall.runtime.peers.interference import find_interference
 from farcall.runtime.peers.loopback import LoopbackPeer
-from farcall.runtime.peers.peer import Peer, RemotePeer
+from farcall.runtime.peers.peer import RemotePeer
 from farcall.runtime.peers.table import PeerTable
 from farcall.runtime.rendezvous.agreement import Membership
 from farcall.runtime.rendezvous.dynamic import DynamicRendezvous
 from farcall.transport.interface import Transport
+from farcall.transport.unix import UnixTransport
 
 RELEASE_DELAY_S = 0.01
 """How long a release waits for a message to the peer that takes it along."""
@@ -69,18 +70,16 @@ class ClusterLinks:
         self._left: list[RemotePeer] = []  # peers that were told goodbye
         self._node = node
         self._releases = resources.loop.timer(self._send_releases)
-        on_message: Callable[[Peer, Frame], None] = dispatcher.on_message
         self._interference = find_interference(me.name)
-        if self._interference is not None:
-            on_message = self._interference.wrap_delivery(on_message, me.name)
         info = WorkerInfo(me.name, me.rank)
         self.myself: LoopbackPeer = LoopbackPeer(
             info,
             me.incarnation,
             me.rank if is_founder else me.incarnation,
-            on_message,
-            resources.memory,
+            resources.core,
+            resources.loop,
             dispatcher.on_own_control,
+            self._own_connection(info),
         )
         self.peers: PeerTable = PeerTable(
             self.myself,
@@ -91,7 +90,7 @@ class ClusterLinks:
             is_founder=is_founder,
             host=self,
             watcher=changes,
-            on_frame=dispatcher.on_frame,
+            dispatcher=dispatcher,
         )
         self.connector: Connector = self.peers.connector
         self.watch: FailureDetector = self.peers.watch
@@ -102,13 +101,19 @@ class ClusterLinks:
             return transport
         return self._interference.wrap_transport(transport, self._name, info.name, self._fail_unsent)
 
-    def write_later(self, write: Callable[[], None]) -> None:
-        """Have a worker write what the I/O thread may not, because it can mean waiting."""
-        self._node.write_later(write)
+    def _own_connection(self, info: WorkerInfo) -> list[Transport]:
+        """Both ends of a connection of this node to itself, where a test disturbs its messages; else none."""
+        if self._interference is None:
+            return []
+        return [self.wrap(UnixTransport(end), info) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)]
 
     def on_expelled(self, why: str) -> None:
         """The others have declared this node dead."""
         self._node.on_expelled(why)
+
+    def write_later(self, write: Callable[[], None]) -> None:
+        """Have a worker write what the I/O thread may not, because it can mean waiting."""
+        self._node.write_later(write)
 
     # ------------------------------------------------------------------ memory of others
 
@@ -156,17 +161,15 @@ class ClusterLinks:
             peer.leaving = True
         self.connector.stop()
         for peer in self._left:
-            if peer.link.outgoing.asleep:
+            if peer.link.asleep:
                 continue  # a sleeping peer hears of it from the others
             if peer.link.up:
-                peer.link.outgoing.unpause(for_good=True)  # where a parting is under way
+                peer.link.go_on()  # where a parting is under way
             peer.control(messages.Goodbye(reason, agreed))
-        for peer in self._left:
-            peer.link.outgoing.flush_behind_others()
         if linger_s:
             deadline = monotonic() + linger_s
             for peer in self._left:
-                peer.link.outgoing.end_sending(deadline)
+                peer.link.end_sending()
             for peer in self._left:
                 peer.link.wait_closed(deadline)
 
@@ -185,3 +188,4 @@ class ClusterLinks:
             peer.close()
         for peer in self._left:
             peer.close()
+        self.myself.close()

@@ -7,7 +7,7 @@ of the layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -37,27 +37,21 @@ class Hooks(msgspec.Struct):
     """The taker of each subject's letters, on the thread that reads the link."""
     controls: dict[type[Any], Callable[[RemotePeer, Any], None]] = {}
     """The handler of each kind of control message; see `on_control`."""
-    in_order: set[type[Any]] = set()
-    """Kinds whose handlers run on the thread that reads the link."""
     find_recording: Callable[[Peer, Frame, Notes], None] = lambda peer, frame, notes: None
     """Gives a frame its distributed autograd context, on the thread that reads the link."""
 
-    def on_control(self, kind: type[Any], handle: Callable[[RemotePeer, Any], None], *, in_order: bool = False) -> None:
+    def on_control(self, kind: type[Any], handle: Callable[[RemotePeer, Any], None]) -> None:
         """Have ``handle`` called for each control message of this kind.
 
-        ``in_order``: on the thread that reads the link, before it looks at the messages behind; ``handle`` must have a
-        lock of its own then.
+        By a worker, in order with the frames around it, for those that `protocol.messages.PLACED` names; ``handle``
+        must have a lock of its own then. By the I/O thread for all others.
         """
         self.controls[kind] = handle
-        if in_order:
-            self.in_order.add(kind)
 
-    def on_first(
-        self, kinds: Iterable[type[Any]], load: Callable[[], object], *, in_order: Container[type[Any]] = ()
-    ) -> None:
+    def on_first(self, kinds: Iterable[type[Any]], load: Callable[[], object]) -> None:
         """Have ``load`` called before the first message of these kinds is handled; it must add the handler of each.
 
-        For layers that most programs never use. Several threads that read links may call ``load`` at the same time.
+        For layers that most programs never use. Several threads may call ``load`` at the same time.
         """
 
         def handle(peer: RemotePeer, message: Any) -> None:
@@ -65,4 +59,4 @@ class Hooks(msgspec.Struct):
             self.controls[type(message)](peer, message)
 
         for kind in kinds:
-            self.on_control(kind, handle, in_order=kind in in_order)
+            self.on_control(kind, handle)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import secrets
 from contextlib import ExitStack
 
-from farcall.channel.host_memory import ReceivePool
 from farcall.channel.shared_memory import SegmentPool
+from farcall.core import make_core
+from farcall.core.contract import Core
 from farcall.errors import InitError
 from farcall.options import RpcBackendOptions
 from farcall.runtime.io import sigint
@@ -19,6 +20,7 @@ from farcall.runtime.link.listener import PeerListener
 from farcall.runtime.rendezvous.addresses import advertised_address, listening_addresses
 from farcall.secret import RANDOM_SECRET_BYTES, Secret
 from farcall.serialize.allowance import INSTALLED
+from farcall.transport.descriptors import close_in_children
 
 RECEIVE_POOL_BYTES = 1 << 30
 
@@ -31,7 +33,7 @@ class Resources:
         sigint.install()
         with ExitStack() as undone:
             undone.callback(sigint.uninstall)
-            self.loop: Loop = Loop(name, options.busy_wait_s)
+            self.loop: Loop = Loop(name)
             undone.callback(self.loop.stop)
             addresses = listening_addresses(options.allowed_transports, host, options.port)
             self.observers: Secret | None = options.observing.given_secret()
@@ -48,13 +50,19 @@ class Resources:
         self.pool: SegmentPool | None = (
             SegmentPool(options.memory.shared_memory_limit_bytes) if options.memory.shared_memory else None
         )
-        self.memory: ReceivePool = ReceivePool(RECEIVE_POOL_BYTES)
+        self.core: Core = make_core(RECEIVE_POOL_BYTES, options.limits.send_backlog_limit_bytes, options.busy_wait_s)
+        """Links, calls and waiting."""
+        close_in_children(self)
+
+    def close_after_fork(self) -> None:
+        """In a forked child: the core's threads are in the parent only."""
+        self.core.close_after_fork()
 
     def close(self) -> None:
         """Free them all. After the workers have stopped and the links are closed."""
         self.loop.stop()
+        self.core.stop()
         self.listener.close()
         if self.pool is not None:
             self.pool.close()
-        self.memory.close()
         sigint.uninstall()

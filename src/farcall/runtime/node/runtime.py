@@ -118,15 +118,13 @@ class Runtime:
         self.executor: Executor = Executor(
             lifecycle.name,
             options.num_worker_threads,
-            self.loop.timer,
-            self.loop.on_thread,
-            before_idle=self._before_idle,
+            resources.core,
             on_thread_start=self.own_thread,
         )
-        self.admission: Admission = Admission(
-            options.limits.max_queued_calls, lambda: self.executor.waiting, self.loop.timer
-        )
+        self.admission: Admission = Admission(options.limits.max_queued_calls)
+        resources.core.limit_queue(options.limits.max_queued_calls)
         self.calls: CallTable = make_calls(
+            resources.core,
             self.loop.timer,
             self.executor,
             options.limits.when_overloaded,
@@ -167,8 +165,9 @@ class Runtime:
             server=self.server,
             leaving=self.leaving,
             watch=lambda: self.links.watch,
-            hold=lambda peer, frame: self.links.peers.hold(peer, frame),
+            core=resources.core,
         )
+        self.calls.receive = self.dispatcher.receive
         self.links: ClusterLinks = ClusterLinks(
             self,
             membership,
@@ -179,22 +178,22 @@ class Runtime:
             dispatcher=self.dispatcher,
             changes=self.member_changes,
         )
+        self.dispatcher.peers = self.links.peers.by_link
+        self.executor.on_arrived = self.dispatcher.on_arrived
         self.connector: Connector = self.links.connector
         self._peers = self.links.peers.named  # kept here, since every call looks its peer up
 
         self.observers: ObserverConnections = ObserverConnections(lifecycle.name, self.loop)
         resources.listener.on_observer = self.observers.admit
         for kind in DEVICE_MESSAGES:
-            self.hooks.on_control(kind, lambda peer, message: self.use_devices().handle(peer, message), in_order=True)
+            self.hooks.on_control(kind, lambda peer, message: self.use_devices().handle(peer, message))
         self.hooks.on_control(Part, lambda peer, message: self.links.peers.partings.on_part(peer, message))
         self.hooks.on_control(Parted, lambda peer, message: self.links.peers.partings.on_parted(peer, message))
         self.hooks.on_control(Stay, lambda peer, message: self.links.peers.partings.on_stay(peer))
         if options.names_devices:
             self.hooks.peer_joined.append(lambda peer: self.use_devices().meet(peer))
         self.loop.timer(self._trim).at(self.started_at + TRIM_EVERY_S)
-        # No answer waits for good: they are held back while tasks wait, and the executor's timer wakes the loop then.
-        self.loop.before_sleep(self.server.flush)
-        self.loop.before_sleep(self.executor.before_sleep)
+        self.loop.watch(resources.core.fileno(), lambda _: self.dispatcher.on_news())
         current.has_started(self)
 
     def _way_out(self) -> Leaving | Withdrawing:
@@ -226,10 +225,9 @@ class Runtime:
         """The devices of this node, made at first use; on any thread."""
         with self._parts_lock:
             if self.devices is None:
-                from farcall.runtime.devices.node import DEVICE_BUSY_WAIT_S, NodeDevices  # most programs have none
+                from farcall.runtime.devices.node import NodeDevices  # most programs have none
 
                 devices = NodeDevices(self.info.name, self.options, self.links)
-                self.loop.look_for(DEVICE_BUSY_WAIT_S)
                 self.device_list = devices.devices
                 self.server.stream_pool = devices.stream_pool
                 self.server.devices = devices.devices
@@ -254,18 +252,13 @@ class Runtime:
 
     def _trim(self, now: float) -> float:
         """On the I/O thread: free memory that was not used for long."""
-        self.resources.memory.trim(now)
+        self.resources.core.trim()
         if self.devices is not None:
             self.devices.trim(now)
         if self.pool is not None:
             for segment_id, holders in self.pool.trim(now):
                 retire_from(holders, segment_id)
         return now + TRIM_EVERY_S
-
-    def _before_idle(self) -> None:
-        """On a worker that is about to be idle, or to begin something that may take long."""
-        self.server.flush()
-        self.something_ended()
 
     def own_thread(self) -> None:
         """The calling thread runs functions for this node."""
@@ -275,7 +268,6 @@ class Runtime:
     def renew_threads(self) -> None:
         """Each thread that runs functions calls `own_thread` again, before the next one."""
         self.executor.renew()
-        self.loop.renew()
         self.server.coroutines.renew()
 
     # ------------------------------------------------------------------ questions

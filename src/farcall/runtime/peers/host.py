@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from farcall.channel.host_memory import ReceivePool
 from farcall.channel.shared_memory import SegmentPool
+from farcall.core.contract import Core
 from farcall.ids import WorkerInfo
 from farcall.protocol.member import Member
 from farcall.runtime.io.loop import Loop
@@ -19,7 +19,7 @@ class Resources(Protocol):
 
     loop: Loop
     pool: SegmentPool | None
-    memory: ReceivePool
+    core: Core
 
 
 class Host(Protocol):

@@ -1,7 +1,8 @@
 """The place where tests interpose themselves between a node and its connections.
 
 `farcall.testing.faults` installs an `Interference` here. A node looks for one when it makes its links, and passes every
-connection, and every message to itself, through it; no other part of the runtime knows of faults.
+connection through it, and makes one to itself, which it has no other need of; no other part of the runtime knows of
+faults.
 
 A module-level list, not an option: a fault test must not change the options of the program under test.
 """
@@ -13,21 +14,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from farcall.protocol.frames import Frame
-    from farcall.runtime.peers.peer import Peer
     from farcall.transport.interface import Transport
 
 
 class Interference(Protocol):
-    """A wrapper of transports and deliveries; `farcall.testing.faults.Faults` is one."""
+    """A wrapper of transports; `farcall.testing.faults.Faults` is one."""
 
     def wrap_transport(
         self, transport: Transport, here: str, there: str, fail_call: Callable[[int, str], None]
     ) -> Transport:
         """The transport to use instead. ``fail_call(call_id, why)`` fails a call whose request was not sent."""
-
-    def wrap_delivery(self, deliver: Callable[[Peer, Frame], None], here: str) -> Callable[[Peer, Frame], None]:
-        """The function to use instead of ``deliver``, which hands a node its messages to itself."""
 
 
 _installed: list[tuple[Interference, Collection[str]]] = []

@@ -1,73 +1,56 @@
-"""This node as the target of its own calls: no socket, but still a copy.
+"""This node as the target of its own calls: a link of the core to itself, without a socket, but still a copy.
 
 Values are serialized and buffers copied, so that a function called on its own node gets its own copy of the arguments,
-exactly as a remote function does. The sender's thread handles each message at once.
+exactly as a remote function does.
+
+Where a test disturbs its messages to itself there are two links, joined by a connection: requests come in over the one,
+and answers and letters over the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from farcall.channel.host_memory import ReceivePool, copy_bytes
+from farcall.core.contract import Core
 from farcall.errors import Delivery, RpcError
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
-from farcall.protocol.frames import LARGE_BYTES, Frame
-from farcall.runtime.io import sigint
-from farcall.runtime.io.timers import NEVER
-from farcall.runtime.link.receive import Awaited
+from farcall.runtime.io.loop import Loop
 from farcall.runtime.peers.peer import Peer
+from farcall.transport.interface import Transport
 
 
 class LoopbackPeer(Peer):
     """This node, as the target of its own calls. ``ended``, set when the node ends, is the error of later calls."""
 
-    __slots__ = ("_memory", "_on_control", "_on_message", "ended")
+    __slots__ = ("_connection", "_on_control", "ended")
 
     def __init__(
         self,
         info: WorkerInfo,
         incarnation: int,
         number: int,
-        on_message: Callable[[Peer, Frame], None],
-        memory: ReceivePool,
+        core: Core,
+        loop: Loop,
         on_control: Callable[[Peer, messages.Message], None],
+        connection: Sequence[Transport] = (),
     ) -> None:
-        super().__init__(info, incarnation, number)
-        self._on_message = on_message
-        self._memory = memory
+        """``connection``: both ends of the one that its messages pass through; empty: they need none."""
+        super().__init__(info, incarnation, number, core, loop)
         self._on_control = on_control
         self.ended: RpcError | None = None
+        self._connection = connection
+        self.way = core.open_link(not connection)
+        self.back = core.open_link() if connection else self.way
+        for link, end in zip((self.way, self.back), connection, strict=False):
+            core.admit(link)
+            core.attach(link, end.connection(b"")[0])
 
-    def send(self, frame: Frame, deadline: float = NEVER, more: bool = False, awaited: Awaited | None = None) -> None:
-        copy = Frame(
-            frame.kind,
-            frame.flags,
-            frame.call_id,
-            frame.function,
-            frame.notes,
-            frame.payload,
-            [self._copy(buffer) for buffer in frame.buffers],
-        )
-        frame.handed_over = True
-        sigint.enter()  # else Ctrl-C could leave a request that counts as accepted and never runs
-        try:
-            self._on_message(self, copy)
-        finally:
-            sigint.leave()
-
-    def _copy(self, buffer: memoryview) -> memoryview:
-        if buffer.nbytes < LARGE_BYTES:
-            return memoryview(bytearray(buffer))
-        copy = self._memory.take(buffer.nbytes)
-        copy_bytes(copy, buffer)
-        return copy
-
-    def flush(self) -> None:
-        pass
-
-    def cancel(self, call_id: int) -> None:
-        self.control(messages.CallCancelled(call_id))
+    def close(self) -> None:
+        """The node has ended."""
+        for link, end in zip((self.way, self.back), self._connection, strict=False):
+            self.core.end(link)
+            end.close()
 
     def control(self, message: messages.Message, more: bool = False) -> None:
         self._on_control(self, message)
@@ -77,9 +60,6 @@ class LoopbackPeer(Peer):
 
     def tell_room(self) -> None:
         self.on_queue_has_room()
-
-    def help_until(self, awaited: Awaited, deadline: float) -> None:
-        pass
 
     @property
     def broken(self) -> bool:

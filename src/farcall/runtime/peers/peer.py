@@ -13,18 +13,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from farcall.channel.segment_map import SegmentMap
 from farcall.channel.segments import SegmentRefused
 from farcall.channel.shared_memory import SegmentPool
-from farcall.errors import Cancelled, Delivery, RpcError
+from farcall.core.contract import KEPT, MARKED, OWNER, Core, CoreError
+from farcall.errors import Delivery, NetworkError, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
-from farcall.protocol.chunks import Instead
 from farcall.protocol.frames import (
     CONTROL,
+    FAILURE,
     LARGE_BYTES,
     LETTER,
     REQUEST,
@@ -38,17 +38,15 @@ from farcall.protocol.frames import (
     encode_small,
 )
 from farcall.protocol.member import incarnation_text
-from farcall.protocol.messages import LEFT
+from farcall.protocol.messages import LEFT, PLACED
+from farcall.protocol.notes import KEEP
 from farcall.runtime.calls.admission import Fullness
-from farcall.runtime.calls.executor import Task
-from farcall.runtime.io.reader import in_event_loop, is_interrupted, reading
+from farcall.runtime.io.loop import Loop
+from farcall.runtime.io.reader import is_interrupted, may_wait, reading
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.link.link import Link, peer_dead
-from farcall.runtime.link.receive import Awaited
-from farcall.runtime.link.resend import instead_of
 from farcall.runtime.observing.counters import FunctionCounters
 from farcall.runtime.peers.shared_memory import SharedMemorySender
-from farcall.serialize import has_devices, withdraw, withdraw_lent
 from farcall.transport.interface import Absent
 
 logger: logging.Logger = logging.getLogger("farcall")
@@ -62,13 +60,17 @@ class Peer:
 
     __slots__ = (
         "__weakref__",
+        "back",
         "called",
+        "core",
         "devices",
         "full",
         "incarnation",
         "info",
+        "loop",
         "number",
         "served",
+        "way",
     )
 
     devices: Any
@@ -82,10 +84,16 @@ class Peer:
     For a founding member of a group of fixed size its rank, since programs see it (torch prints it as ``created_on``);
     else its incarnation, since ranks are reused. An incarnation is never as small as a rank.
     """
+    way: int
+    """The core's number of the link to this peer."""
+    back: int
+    """The same for answers and letters."""
     full: Fullness | None
     """Set while the peer reports that too many calls wait there."""
 
-    def __init__(self, info: WorkerInfo, incarnation: int, number: int) -> None:
+    def __init__(self, info: WorkerInfo, incarnation: int, number: int, core: Core, loop: Loop) -> None:
+        self.core: Core = core
+        self.loop: Loop = loop
         self.devices = None
         self.info = info
         self.incarnation = incarnation
@@ -96,38 +104,70 @@ class Peer:
         self.served: FunctionCounters = {}
         """Counts the outcomes of functions that ran for this peer."""
 
-    def send(self, frame: Frame, deadline: float = NEVER, more: bool = False, awaited: Awaited | None = None) -> None:
-        """Send one message.
+    def encode(self, frame: Frame, deadline: float) -> tuple[bytes, Sequence[Piece]]:
+        """The bytes of ``frame``: what comes before the first large part, and the parts from there on."""
+        flags, kind, payload = frame.flags, frame.kind, frame.payload
+        if frame.buffers and self._place_buffers(frame, deadline):
+            flags |= MARKED
+        if frame.marked or frame.forks or kind == LETTER:
+            flags |= MARKED
+        if flags & KEEP and kind == REQUEST:
+            flags |= KEPT
+        if not frame.buffers and len(payload) < LARGE_BYTES:
+            return encode_small(kind, flags, frame.call_id, frame.function, frame.notes, bytes(payload)), ()
+        pieces = encode_frame(kind, flags, frame.call_id, frame.function, frame.notes, payload, frame.buffers)
+        return bytes(pieces[0]), pieces[1:]
 
-        ``more``: another message or a ``flush`` follows at once. ``awaited``: the caller will wait for this answer, and
-        may read the link itself meanwhile.
-        """
-        raise NotImplementedError
+    def _place_buffers(self, frame: Frame, deadline: float) -> bool:
+        """Put large buffers into shared memory, where there is some. Returns whether any lies there."""
+        return False
+
+    def take_back(self, frame: Frame) -> None:
+        """The frame was not sent: free what was lent for it."""
+
+    def send(self, frame: Frame, deadline: float = NEVER, more: bool = False) -> None:
+        """Send an answer or a letter. ``more``: another message or a ``flush`` follows at once."""
+        core, number = self.core, self.back
+        head, pieces = self.encode(frame, deadline)
+        if pieces and frame.kind == LETTER:
+            # As one frame, which the core keeps until the peer has it: nothing can go in the place of a lost letter.
+            head, pieces = b"".join((head, *pieces)), ()
+        frame.handed_over = True
+        waits = may_wait()  # else what the kernel does not take is copied
+        try:
+            if frame.kind in (RESPONSE, FAILURE):
+                if waits:
+                    core.answer(number, frame.call_id, head, pieces, more=more)
+                else:
+                    core.finished(number, frame.call_id)
+                    core.post(number, head, pieces, patient=False, more=more)
+            else:
+                core.post(number, head, pieces, deadline, patient=waits, more=more)
+        except CoreError:
+            self.take_back(frame)
+            if self.broken:
+                raise self.lost(Delivery.NOT_SENT) from None
+            raise RpcTimeout(
+                f"{self.info.name} does not read: a message of {len(head)} bytes was not sent", Delivery.NOT_SENT
+            ) from None
+        except BaseException:
+            self.take_back(frame)
+            raise
 
     def flush(self) -> None:
         """Send the messages that ``more`` held back."""
-        raise NotImplementedError
-
-    def help_until(self, awaited: Awaited, deadline: float) -> None:
-        """Read the link on the calling thread, if no other thread does, until ``awaited`` has arrived."""
-        raise NotImplementedError
-
-    def run_inline(self, task: Task, at_once: bool) -> bool | None:
-        """Run ``task`` on the calling thread if that is the I/O thread and, unless ``at_once``, has time.
-
-        None: the task has not run. False: the task was late, and another thread reads on.
-        """
-        return None
+        self.core.flush(self.back)
 
     def cancel(self, call_id: int) -> None:
         """Tell the peer that the caller no longer waits for the answer to this call."""
+        try:
+            self.core.cancel(call_id)
+        except CoreError:
+            pass  # it has stopped
 
     def control(self, message: messages.Message, more: bool = False) -> None:
         """Send a control message, if the peer can still be reached; never blocks."""
         raise NotImplementedError
-
-    def watch(self) -> None:
-        """The thread that reads this peer's link is about to complete a future, which may take long."""
 
     def tell_full(self, queued: int, limit: int) -> None:
         """Report to the peer that too many calls wait here; never blocks."""
@@ -162,14 +202,11 @@ class RemotePeer(Peer):
     """Another member, with its link and, on the same host, the shared segments of both sides."""
 
     __slots__ = (
-        "_fail_call",
-        "_here",
         "_make_link",
-        "_unwritten",
-        "_write_later",
+        "descriptor",
+        "early",
         "farewell",
         "gone",
-        "held",
         "known",
         "leaving",
         "lending",
@@ -185,22 +222,18 @@ class RemotePeer(Peer):
         info: WorkerInfo,
         incarnation: int,
         number: int,
-        write_later: Callable[[Callable[[], None]], None],
-        here: WorkerInfo,
-        fail_call: Callable[[int, str], None],
+        core: Core,
+        loop: Loop,
         make_link: Callable[[RemotePeer], None],
     ) -> None:
-        """``write_later`` has a worker thread run a write that may block.
-
-        ``fail_call(call_id, why)`` fails a call whose request did not arrive. ``here`` is this node. ``make_link``, on
-        any thread, makes a link for messages that come before the first connection.
-        """
-        super().__init__(info, incarnation, number)
-        self._write_later = write_later
+        """``make_link``, on any thread, makes a link for messages that come before the first connection."""
+        super().__init__(info, incarnation, number, core, loop)
         self.known: bool = True
         """Is it a member? From a stranger, only messages about membership are handled."""
-        self.held: list[Frame] = []
-        """Frames of a stranger that may be handled only once it is a member."""
+        self.early: list[tuple[Callable[[RemotePeer, Any], None], messages.Message]] = []
+        """Control messages of a stranger that may be handled only once it is a member."""
+        self.descriptor: int = -1
+        """That came with the message that is being handled, until somebody takes it."""
         self.leaving: bool = False
         """Has it announced that it leaves? It may still send answers, but gets no more requests."""
         self.farewell: str = LEFT
@@ -215,140 +248,47 @@ class RemotePeer(Peer):
         self.gone: str | None = None
         """Why it is gone, if it went before its link was made."""
         self._make_link = make_link
-        self._here = here
-        self._fail_call = fail_call
-        # Requests that a worker is to write, by call id; the list has an item once the call is cancelled. Any thread.
-        self._unwritten: dict[int, list[bool]] = {}
         self.shared_bytes_sent: int = 0  # approximate: counted without a lock
         self.shared_bytes_received: int = 0
 
-    def send(self, frame: Frame, deadline: float = NEVER, more: bool = False, awaited: Awaited | None = None) -> None:
-        kind = frame.kind
-        if self.leaving and kind == REQUEST:
+    def encode(self, frame: Frame, deadline: float) -> tuple[bytes, Sequence[Piece]]:
+        if self.leaving and frame.kind == REQUEST:
             raise self.lost(Delivery.NOT_SENT)
         if self.segments is not None and self.segments.owed_bytes >= WORTH_RELEASING_BYTES:
             self.send_releases(more=True)  # ahead of this message: its receiver may need the memory at once
         if self.devices is not None and self.devices.is_worth_releasing:
             self.send_device_releases(more=True)
-        if kind == REQUEST and awaited is None:
-            self.link.incoming.is_used()
-        if not frame.buffers and len(frame.payload) < LARGE_BYTES:
-            data = encode_small(kind, frame.flags, frame.call_id, frame.function, frame.notes, bytes(frame.payload))
-            frame.handed_over = True
-            if awaited is not None:
-                self.link.incoming.help_until(awaited, deadline, data)
-            else:
-                self.link.outgoing.send(data, deadline, more)
-            return
+        return Peer.encode(self, frame, deadline)
+
+    def _place_buffers(self, frame: Frame, deadline: float) -> bool:
         if self.link.broken is not None:
             raise self.lost(Delivery.NOT_SENT)  # before the buffers are copied
-        buffers: list[memoryview | Ticket] = []
         lending = self.lending
-        # In a destructor, this thread may hold the lock of the shared memory or of the link already.
-        interrupts = reading.interrupted is not None and is_interrupted()
+        # In a destructor, this thread may hold the lock of the shared memory already.
+        if lending is None or (reading.interrupted is not None and is_interrupted()):
+            return False
+        placed: list[memoryview | Ticket] = []
         try:
-            if lending is None or interrupts:
-                buffers.extend(frame.buffers)
-            else:
-                self.shared_bytes_sent += lending.place(frame.buffers, buffers, deadline, kind == RESPONSE)
-            pieces = encode_frame(kind, frame.flags, frame.call_id, frame.function, frame.notes, frame.payload, buffers)
-            frame.handed_over = True
-            if len(pieces) == 1:
-                if awaited is None:
-                    self.link.outgoing.send(bytes(pieces[0]), deadline, more)
-                else:
-                    self.link.incoming.help_until(awaited, deadline, bytes(pieces[0]))
-                return
-            lent = self.devices is not None and has_devices(frame.payload)
-            instead = instead_of(
-                frame,
-                buffers,
-                sum(map(len, pieces)),
-                here=self._here,
-                fail_call=self._fail_call,
-                withdraw=partial(withdraw_lent, frame.payload, self) if lent else _nothing,
-            )
-            if kind == LETTER and lending is not None:
-                # Shared memory has no room, or none yet. A lost letter is retransmitted, perhaps long after this
-                # returns, and the producer of a stream's items may change them then, as if shared memory had a copy.
-                pieces = [bytes(piece) for piece in pieces]
-            # A large write may block. The I/O thread must not wait for a peer, nor an event loop at all, so a worker
-            # writes instead; but the calls of an object that is called in order (``serial``) must not overtake each
-            # other.
-            in_loop = awaited is None and frame.serial is None and in_event_loop()
-            if interrupts or self.link.on_io_thread() or in_loop:
-                if kind != LETTER:
-                    # Once we return, the caller may change its tensors, and so may the next function on this thread, or
-                    # the next call of a serial object, change what the last one has returned.
-                    pieces = [bytes(piece) for piece in pieces]
-                if kind == REQUEST:
-                    self._unwritten[frame.call_id] = []
-                self._write_later(partial(self._write, frame, pieces, deadline, instead, buffers))
-            else:
-                self.link.outgoing.send_pieces(pieces, deadline, instead)
-        except BaseException as error:
-            unsent = not frame.handed_over or getattr(error, "delivery", None) is Delivery.NOT_SENT
-            if unsent and lending is not None:
-                lending.take_back(buffers)
+            shared_bytes = lending.place(frame.buffers, placed, deadline, frame.kind == RESPONSE)
+        except BaseException:
+            lending.take_back(placed)
             raise
-        if awaited is not None:
-            self.link.incoming.help_until(awaited, deadline)
+        self.shared_bytes_sent += shared_bytes
+        frame.buffers = placed
+        return shared_bytes > 0
 
-    def _write(
-        self,
-        frame: Frame,
-        pieces: Sequence[Piece],
-        deadline: float,
-        instead: Instead | None,
-        buffers: Sequence[memoryview | Ticket],
-    ) -> None:
-        """On a worker: write a frame with large pieces; if that fails, take back the memory and forks sent with it."""
-        cancelled = self._unwritten.get(frame.call_id, ()) if frame.kind == REQUEST else ()
-        try:
-            if cancelled:
-                why = f"call {frame.call_id} to {self.info.name} was cancelled before it was sent"
-                raise Cancelled(why, Delivery.NOT_SENT)
-            self.link.outgoing.send_pieces(pieces, deadline, instead)
-        except BaseException as error:
-            if getattr(error, "delivery", None) is Delivery.NOT_SENT and self.lending is not None:
-                self.lending.take_back(buffers)
-            withdraw(frame)
-            raise
-        finally:
-            if frame.kind == REQUEST:
-                self._unwritten.pop(frame.call_id, None)
-        if cancelled:
-            self.cancel(frame.call_id)  # again: control messages overtake large requests
-
-    def flush(self) -> None:
-        self.link.outgoing.flush()
-
-    def help_until(self, awaited: Awaited, deadline: float) -> None:
-        self.link.incoming.help_until(awaited, deadline)
-
-    def cancel(self, call_id: int) -> None:
-        unwritten = self._unwritten.get(call_id)
-        if unwritten is not None:
-            unwritten.append(True)  # before the message, which follows the request if the worker misses this
-        self.control(messages.CallCancelled(call_id))
-
-    def watch(self) -> None:
-        incoming = self.link.incoming
-        if reading.link is incoming:
-            incoming.answers_futures = True
-            incoming.watch_reader()
-
-    def run_inline(self, task: Task, at_once: bool) -> bool | None:
-        return self.link.incoming.run_inline(task, at_once)
+    def take_back(self, frame: Frame) -> None:
+        if self.lending is not None and frame.buffers:
+            self.lending.take_back(frame.buffers)
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Link:
+        def __getattr__(self, name: str) -> object:
             """Make the link at its first use, while its slot is empty. Later uses find the slot, and cost nothing."""
-            if name != "link":
+            if name not in ("link", "way", "back"):
                 raise AttributeError(f"a peer has no {name!r}", name=name, obj=self)
             self._make_link(self)
-            return self.link
+            return self.link if name == "link" else self.way
 
     @property
     def broken(self) -> bool:
@@ -362,6 +302,11 @@ class RemotePeer(Peer):
     def lost(self, delivery: Delivery) -> RpcError:
         if self.leaving:  # its own words say more than the end of its link
             return peer_dead(self.info, self.farewell, delivery, incarnation_text(self.incarnation))
+        if self.link.broken is None and delivery is Delivery.NOT_SENT:
+            return NetworkError(
+                f"the connection to {self.info.name} broke before all of the request had arrived: it did not run",
+                delivery,
+            )
         return self.link.dead(delivery)
 
     def control(self, message: messages.Message, more: bool = False) -> None:
@@ -369,12 +314,10 @@ class RemotePeer(Peer):
         if self.link.broken is None:
             if self.segments is not None and self.segments.owed_bytes >= WORTH_RELEASING_BYTES:
                 self.send_releases(more=True)
+            flags = MARKED if type(message) in PLACED else OWNER
+            head = encode_small(CONTROL, flags, 0, b"", b"", messages.encode_message(message))
             try:
-                self.link.outgoing.send(
-                    encode_small(CONTROL, 0, 0, b"", b"", messages.encode_message(message)),
-                    more=more,
-                    urgent=True,
-                )
+                self.link.post(head, more=more)
             except RpcError:
                 pass  # the link has just broken, and reports that itself
 
@@ -389,7 +332,12 @@ class RemotePeer(Peer):
     def share(self, pool: SegmentPool, segments: SegmentMap) -> None:
         """Use shared memory from now on: the first connection to the peer can carry descriptors."""
         self.segments = segments
-        self.lending = SharedMemorySender(self, pool, segments, self._write_later)
+        self.lending = SharedMemorySender(self, pool, segments)
+
+    def take_descriptor(self) -> int | None:
+        """The descriptor that came with the message that is being handled."""
+        descriptor, self.descriptor = self.descriptor, -1
+        return descriptor if descriptor >= 0 else None
 
     def on_segment_accepted(self, message: messages.SegmentAccepted) -> None:
         """The peer has mapped a segment of ours."""
@@ -399,20 +347,18 @@ class RemotePeer(Peer):
     def on_segment_refused(self, message: messages.SegmentRefused) -> None:
         """The peer cannot map a segment of ours."""
         if self.lending is not None:
-            self.lending.on_refused(message.reason)
+            self.lending.on_refused(message.segment_id, message.reason)
 
     def on_blocks_released(self, message: messages.BlocksReleased) -> None:
         """The peer no longer uses these blocks of ours."""
         if self.lending is not None:
             self.lending.on_released(message.blocks)
 
-    def on_segment_offered(self, message: messages.SegmentOffered) -> None:
-        """Map a segment of the peer's. On the reading thread, in order: descriptors are matched to offers by order."""
-        # One read may bring several offers: each takes the oldest descriptor.
-        descriptor = self.link.incoming.take_descriptor()
+    def on_segment_offered(self, message: messages.SegmentOffered, descriptor: int | None) -> None:
+        """Map a segment of the peer's."""
         try:
             if descriptor is None:
-                raise SegmentRefused("its descriptor is missing")
+                raise SegmentRefused("")  # the connection that it came over carries none
             if self.segments is None:
                 os.close(descriptor)
                 raise SegmentRefused("shared memory is switched off here")
@@ -466,7 +412,3 @@ class RemotePeer(Peer):
             self.segments.close()
         if self.devices is not None:
             self.devices.close()
-
-
-def _nothing() -> None:
-    pass

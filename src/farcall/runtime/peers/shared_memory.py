@@ -19,19 +19,21 @@ operations. Without memory a buffer goes inline: that is never an error.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from farcall.channel.host_memory import address_of, copy_bytes
 from farcall.channel.segment_map import SegmentMap
 from farcall.channel.shared_memory import Offer, SegmentPool
+from farcall.core.contract import OWNER
+from farcall.errors import RpcTimeout
 from farcall.protocol import messages
-from farcall.protocol.frames import CARRIES_DESCRIPTOR, CONTROL, LARGE_BYTES, SHARED, YOURS, Ticket, encode_small
+from farcall.protocol.frames import CONTROL, LARGE_BYTES, SHARED, YOURS, Ticket, encode_small
 from farcall.runtime.io import sigint
 from farcall.runtime.io.reader import in_event_loop, stop_reading
+from farcall.runtime.io.sigint import Gate
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.link.resend import LostOffer
 
 if TYPE_CHECKING:
     from farcall.runtime.peers.peer import RemotePeer
@@ -61,20 +63,19 @@ class SharedMemorySender:
     mapped, and ``_unanswered``, those whose offer is under way.
     """
 
-    __slots__ = ("_accepted", "_borrowed", "_peer", "_pool", "_unanswered", "_write_later", "is_wanted")
+    __slots__ = ("_accepted", "_borrowed", "_gates", "_peer", "_pool", "_unanswered", "is_wanted")
 
     def __init__(
         self,
         peer: RemotePeer,
         pool: SegmentPool,
         borrowed: SegmentMap,
-        write_later: Callable[[Callable[[], None]], None],
     ) -> None:
         """``borrowed``: the peer's own segments; a result in one of their blocks goes back without a copy."""
         self._peer = peer
         self._pool = pool
         self._borrowed = borrowed
-        self._write_later = write_later
+        self._gates: list[Gate] = []
         self.is_wanted: bool = True
         """Does the peer map the segments that it is offered?"""
         self._accepted: set[int] = set()
@@ -150,22 +151,35 @@ class SharedMemorySender:
         Returns how many bytes go inline for that.
         """
         stop_reading()
-        queue = self._peer.link.outgoing.queue
         inline_bytes = 0
         for index in unsure:
             ticket = placed[index]
             assert isinstance(ticket, Ticket)
-            queue.wait_while(partial(self._is_under_way, ticket.segment_id), deadline)
+            self._wait_for(ticket.segment_id, deadline)
             if ticket.segment_id not in self._accepted:
                 placed[index] = buffers[index]
                 inline_bytes += ticket.size_bytes
-                if not queue.closed:  # else `close` has taken all blocks back, or will
+                if self._peer.link.broken is None:  # else `close` has taken all blocks back, or will
                     self._pool.release(ticket.segment_id, ticket.offset, self)
         return inline_bytes
 
     def _is_under_way(self, segment_id: int) -> bool:
         """May the peer still answer the offer of this segment?"""
-        return segment_id in self._unanswered and self.is_wanted and not self._peer.link.outgoing.queue.closed
+        return segment_id in self._unanswered and self.is_wanted and self._peer.link.broken is None
+
+    def _wait_for(self, segment_id: int, deadline: float) -> None:
+        """Wait until the offer of a segment is answered."""
+        gate = Gate()
+        self._gates.append(gate)
+        try:
+            while self._is_under_way(segment_id) and monotonic() < deadline:
+                gate.wait(min(1.0, deadline - monotonic()))
+        finally:
+            self._gates.remove(gate)
+
+    def _wake(self) -> None:
+        for gate in self._gates.copy():
+            gate.open()
 
     def _copy_into_segment(
         self, buffers: Sequence[memoryview], index: int, deadline: float, unsure: list[int] | None = None
@@ -227,35 +241,26 @@ class SharedMemorySender:
         True: this thread may wait for that.
         """
         link = self._peer.link
-        if link.outgoing.queue.down or not link.transport.carries_descriptors:
+        if not link.up or not link.transport.carries_descriptors:
             # Inline, for now: a unix connection that broke may come back over TCP, and the other way round.
             return False
         later = link.on_io_thread() or in_event_loop()
-        offer = self._pool.offer(segment_id, self, keep=later)
+        offer = self._pool.offer(segment_id, self, keep=False)
         if offer is not None:
             self._unanswered.add(segment_id)
-            if later:
-                self._write_later(partial(self._send_kept_offer, offer))
-            else:
-                self._send_offer(offer, deadline)
+            self._send_offer(offer, deadline)
         return not later
-
-    def _send_kept_offer(self, offer: Offer) -> None:
-        try:
-            self._send_offer(offer, NEVER)
-        finally:
-            self._pool.let_go(offer.segment_id)
 
     def _send_offer(self, offer: Offer, deadline: float) -> None:
         message = messages.encode_message(messages.SegmentOffered(offer.segment_id, offer.size))
-        frame = encode_small(CONTROL, CARRIES_DESCRIPTOR, 0, b"", b"", message)
-        withdraw = partial(self._withdraw_offer, offer.segment_id)
-        sent = False
+        frame = encode_small(CONTROL, OWNER, 0, b"", b"", message)
         try:
-            sent = self._peer.link.outgoing.send_with_descriptor(frame, offer.descriptor, deadline, LostOffer(withdraw))
-        finally:
-            if not sent:
-                withdraw()
+            self._peer.link.post(frame, descriptor=offer.descriptor)
+        except RpcTimeout:  # another connection, which carries none
+            self._withdraw_offer(offer.segment_id)
+        except BaseException:
+            self._withdraw_offer(offer.segment_id)
+            raise
 
     def _withdraw_offer(self, segment_id: int) -> None:
         """An offer was not sent, or lost: a later buffer offers the segment again."""
@@ -264,18 +269,21 @@ class SharedMemorySender:
 
     def _on_answer(self, segment_id: int) -> None:
         self._unanswered.discard(segment_id)
-        self._peer.link.outgoing.queue.wake_waiting()
+        self._wake()
 
     def on_accepted(self, segment_id: int) -> None:
         """The peer has mapped a segment of ours."""
         self._accepted.add(segment_id)
         self._on_answer(segment_id)
 
-    def on_refused(self, reason: str) -> None:
+    def on_refused(self, segment_id: int, reason: str) -> None:
         """The peer cannot map our segments: everything goes inline from now on."""
+        if not reason:
+            self._withdraw_offer(segment_id)  # it came over a connection without descriptors
+            return
         logger.info("%s takes no shared memory (%s): tensors go over the socket", self._peer.info.name, reason)
         self.is_wanted = False  # but it may still hold blocks of other segments
-        self._peer.link.outgoing.queue.wake_waiting()
+        self._wake()
 
     def retire(self, segment_id: int) -> None:
         """The pool has given up a segment: tell the peer to unmap it."""

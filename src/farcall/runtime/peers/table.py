@@ -28,16 +28,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from time import monotonic
+from typing import Any
 
 from farcall.channel.segment_map import SegmentMap
 from farcall.ids import MemberInfo, MemberList, WorkerInfo
 from farcall.imports import gc_paused
 from farcall.options import RpcBackendOptions
 from farcall.protocol import messages
-from farcall.protocol.frames import Frame
 from farcall.protocol.handshake import Established
 from farcall.protocol.hello import Hello
 from farcall.protocol.member import Member, incarnation_text
@@ -50,6 +50,7 @@ from farcall.runtime.link.connector import Connector
 from farcall.runtime.link.dialler import is_near, usable_ways
 from farcall.runtime.link.link import Link
 from farcall.runtime.link.parting import Partings
+from farcall.runtime.link.resend import instead_of
 from farcall.runtime.membership.failure_detector import FailureDetector, chosen
 from farcall.runtime.peers.host import Host, Resources, Watcher
 from farcall.runtime.peers.loopback import LoopbackPeer
@@ -69,8 +70,6 @@ AWAITED_S = 10.0
 """How long a new member of a small group may take to dial us; after that, the first with something to send dials."""
 LEFT_S = 10.0
 """How long a member that has left may take to close its link."""
-MAX_HELD = 4096
-"""How many frames of a stranger are kept."""
 SILENT_PART = 0.5
 MAX_GONE = 1024
 """How many members that left or died are remembered by name, in a group whose members come and go."""
@@ -90,7 +89,7 @@ class PeerTable:
         is_founder: bool,
         host: Host,
         watcher: Watcher,
-        on_frame: Callable[[RemotePeer, Frame], None],
+        dispatcher: Any,
     ) -> None:
         """``is_static``: the group has a fixed size; ``is_founder``: ``membership`` lists all its founding members."""
         # Mutable: the tables of peers. The I/O thread alone changes them once the node runs; others read in one step.
@@ -120,7 +119,9 @@ class PeerTable:
         self._resources = resources
         self._host = host
         self.watcher: Watcher = watcher
-        self._on_frame = on_frame
+        self._dispatcher = dispatcher
+        self.by_link: dict[int, Peer] = {myself.way: myself, myself.back: myself}
+        """Those behind the links of the core."""
         self._timer = resources.loop.timer(self._look_after_links)
         self.watch: FailureDetector = FailureDetector(
             membership.me,
@@ -200,7 +201,7 @@ class PeerTable:
         member, me = self.member_of(peer.incarnation), self.watch.me
         why = self.connector.why_not_reached(peer.incarnation)
         is_up = peer.linked and peer.link.up
-        if member is None or peer.broken or is_up or (not why and peer.linked and peer.link.outgoing.asleep):
+        if member is None or peer.broken or is_up or (not why and peer.linked and peer.link.asleep):
             return ""
         text = f"{me.name} has no connection to {member.name}{f' ({why})' if why else ''}"
         for one in () if is_near(member, me.host_token) else (member, me):
@@ -220,7 +221,7 @@ class PeerTable:
     def knows_us(self, incarnation: int) -> bool:
         """Has the member of that incarnation answered over its link, or is it gone? From any thread."""
         peer = self._by_incarnation.get(incarnation)
-        return peer is None or peer.link.session.received > 0 or peer.broken
+        return peer is None or (peer.linked and peer.link.has_heard) or peer.broken
 
     # ------------------------------------------------------------------ peers and their links
 
@@ -230,9 +231,8 @@ class PeerTable:
             info,
             incarnation,
             number,
-            self._host.write_later,
-            self._me.info,
-            self.watcher.fail_unsent,
+            self._resources.core,
+            self._resources.loop,
             self._make_sleeping_link,
         )
 
@@ -242,29 +242,32 @@ class PeerTable:
 
     def _make_link(self, peer: RemotePeer, transport: Transport, *, asleep: bool = False) -> None:
         link = self._new_link(peer, transport)  # outside the lock: it takes a while
-        link.outgoing.asleep = asleep
+        if asleep:
+            link.sleep()
         with self._making:
             if peer.linked:
-                return  # another thread was faster: drop this link
+                link.close("another thread was faster")
+                return
             if peer.gone is not None:
                 link.close(peer.gone)
-            peer.link = link
+            self.by_link[link.number] = peer
+            peer.link, peer.way, peer.back = link, link.number, link.number
             peer.linked = True
+            if peer.known:
+                self._resources.core.admit(link.number)
         self._use_shared_memory(peer, transport)
 
     def _new_link(self, peer: RemotePeer, transport: Transport) -> Link:
         return Link(
+            self._resources.core,
             peer.info,
             transport,
             self._resources.loop,
-            partial(self._on_frame, peer),
             partial(self._on_broken, peer),
-            self._options.limits.send_backlog_limit_bytes,
-            allocate=self._resources.memory.take,
-            busy_wait_s=self._options.busy_wait_s,
-            acknowledge=lambda count, more: peer.control(messages.FramesReceived(count), more),
+            instead=partial(instead_of, self._me.info, peer),
             on_interrupted=lambda reason: peer.known and self.connector.on_interrupted(peer, reason),
-            on_wanted=lambda: self._resources.loop.call_soon(lambda: self.connector.wake(peer)),
+            on_wanted=lambda: self.connector.wake(peer),
+            forget_end=self._dispatcher.forget_end,
             incarnation=incarnation_text(peer.incarnation),
         )
 
@@ -282,7 +285,7 @@ class PeerTable:
                 if other.number == other.incarnation:  # no founder: a group may see any number of such members
                     self._by_incarnation.pop(other.incarnation, None)
                     self.numbered.pop(other.number, None)
-        peer.known = True
+        self._admit(peer)
         self._records.pop(peer.incarnation, None)
         self._strangers.pop(peer.incarnation, None)
         self._ends.pop(peer, None)
@@ -294,6 +297,20 @@ class PeerTable:
             awaited, self._awaited = self._awaited, {}
             for other in awaited:
                 self.connector.look_after(other)
+
+    def _admit(self, peer: RemotePeer) -> None:
+        """What a member sends is handled from now on, beginning with what has waited."""
+        was_known, peer.known = peer.known, True
+        if not peer.linked:
+            return
+        core, number = self._resources.core, peer.link.number
+        core.admit(number)
+        if was_known:
+            return
+        early, peer.early = peer.early, []
+        for handle, message in early:
+            handle(peer, message)
+        core.unpause(number)
 
     def expect(self, members: Iterable[Member]) -> None:
         """While the node starts: enter founding members that are connected only when needed."""
@@ -329,7 +346,7 @@ class PeerTable:
         new = self._make(info, incarnation)
         self._make_link(new, transport)
         is_founder = incarnation in self._founders
-        if peer is not None and is_founder and peer.broken and not peer.link.session.received:
+        if peer is not None and is_founder and peer.broken and not peer.link.has_heard:
             peer = None  # while the node starts: its connection broke before the first frame arrived
         if peer is None:
             self.connector.begin(new, established, dialled)
@@ -343,7 +360,7 @@ class PeerTable:
     def _is_first(self, peer: RemotePeer) -> bool:
         """Would a new connection be this member's first, as far as the member knows?"""
         link = peer.link
-        return link.broken is None and not link.session.received and (not link.up or not self.connector.dialled(peer))
+        return link.broken is None and not link.has_heard and (not link.up or not self.connector.dialled(peer))
 
     def _add_stranger(self, member: Member, peer: RemotePeer) -> None:
         incarnation = member.incarnation
@@ -359,12 +376,6 @@ class PeerTable:
         self._timer.at(self._ends[peer])
         if before is not None:
             self.connector.give_up(before, "it has connected anew")
-
-    def hold(self, peer: RemotePeer, frame: Frame) -> None:
-        """Keep a frame of a stranger that is not about membership: news of its joining may be on the way."""
-        peer.held.append(frame)
-        if len(peer.held) > MAX_HELD:
-            peer.link.abort("it is no member here, and talks on")
 
     def _give_up(self, peer: RemotePeer, reason: str) -> None:
         """A member is gone. If it never had a link, make none for this: in a large group most have none."""
@@ -385,7 +396,7 @@ class PeerTable:
         self._ends.pop(peer, None)
         self._awaited.pop(peer, None)
         self._silent.pop(peer, None)
-        peer.held.clear()
+        peer.early.clear()
         incarnation = peer.incarnation
         if not peer.known:
             peer.close()
@@ -415,7 +426,7 @@ class PeerTable:
         """Send a membership message, dialling if necessary; it may be lost."""
         peer = self._by_incarnation.get(incarnation)
         if peer is not None and peer.linked and peer.link.broken is None:
-            if peer.link.up or peer.link.outgoing.asleep:
+            if peer.link.up or peer.link.asleep:
                 peer.control(message)
                 return
             # Who leaves does not wait for a newcomer's dial: one that knows of the leave, or leaves, does not dial.
@@ -462,9 +473,7 @@ class PeerTable:
             is_later = (me.admission, me.rank, me.incarnation) > (member.admission, member.rank, incarnation)
             if is_later or was_there:
                 self.connector.dial(member)
-        held, peer.held = peer.held, []
-        for frame in held:
-            self._on_frame(peer, frame)
+        self._admit(peer)
 
     def on_admitted(self) -> None:
         """This node is a member now: admit the strangers that have introduced themselves as members meanwhile."""

@@ -73,11 +73,12 @@ class DelayLine:
                 self._hold(message, due)
         elif isinstance(fault, Duplicate):
             self._waiting.append(message)
-            for copy in range(fault.copies if message.repeatable else 0):
+            for number in range(1, fault.copies + 1 if message.repeatable else 1):
+                copy = message.copy(number)
                 if fault.after_s:
-                    self._hold(message, now + fault.after_s * (copy + 1))
+                    self._hold(copy, now + fault.after_s * number)
                 else:
-                    self._waiting.append(message)
+                    self._waiting.append(copy)
         elif isinstance(fault, Reorder):
             self._overtaken.append(_Overtaken(message, fault.behind, now + fault.within_s))
         else:
@@ -116,6 +117,4 @@ class DelayLine:
         heapq.heappush(self._late, (due, next(self._order), message))
 
     def _lose(self, message: Message) -> None:
-        remains = message.remains()
-        if remains is not None:
-            self._waiting.append(remains)
+        self._waiting.append(message.remains())

@@ -1,8 +1,8 @@
 """`Faults`: the rules of a test, and the wrappers that carry them into nodes.
 
 Owns the list of rules and the counts of each direction. A node that starts while a `Faults` is installed passes every
-connection through `wrap_transport`, after its handshake, and messages to itself through `wrap_delivery`. Otherwise the
-node under test is an ordinary one.
+connection through `wrap_transport`, after its handshake, and a connection to itself, which it has only then. Otherwise
+the node under test is an ordinary one.
 
 Rules may be added and lifted at any time, from any thread; each process has its own.
 """
@@ -13,18 +13,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
-from time import monotonic
 from typing import Any, NamedTuple, Protocol, Unpack
 
-from farcall.errors import Delivery, NetworkError, RpcError
-from farcall.protocol.frames import REQUEST, Frame
 from farcall.runtime.peers.interference import interfering
-from farcall.runtime.peers.peer import Peer
-from farcall.testing.faults.delay_line import DelayLine
 from farcall.testing.faults.messages import Message
 from farcall.testing.faults.rules import (
-    OF_CONNECTIONS,
     Cut,
     Delay,
     Direction,
@@ -39,7 +32,7 @@ from farcall.testing.faults.rules import (
     Throttle,
     Workers,
 )
-from farcall.transport.interface import WAIT_SLICE_S, Transport
+from farcall.transport.interface import Transport
 
 MOST_REMEMBERED = 10_000
 
@@ -232,14 +225,13 @@ class Faults:
     def wrap_transport(
         self, transport: Transport, here: str, there: str, fail_call: Callable[[int, str], None]
     ) -> Transport:
-        """Wrap the connection of ``here`` to ``there``. ``fail_call`` is for calls whose sending a rule fails."""
+        """Wrap the connection of ``here`` to ``there``. ``fail_call`` is for calls whose sending a rule fails.
+
+        To itself, one end of what a node's own messages pass through; faults of connections do not apply there.
+        """
         from farcall.testing.faults.relay import connect  # later: it needs POSIX, and rules can be made anywhere
 
         return connect(self, self.direction(here, there), transport, fail_call)
-
-    def wrap_delivery(self, deliver: Callable[[Peer, Frame], None], here: str) -> Callable[[Peer, Frame], None]:
-        """Wrap ``deliver``, which hands messages of ``here`` to itself, with these faults."""
-        return _OwnDelivery(self, self.direction(here, here), deliver)
 
     def direction(self, sender: str, receiver: str) -> Direction:
         """The counts of one worker's messages to another."""
@@ -281,52 +273,3 @@ class Faults:
 def _check(holds: bool, otherwise: str) -> None:
     if not holds:
         raise ValueError(otherwise)
-
-
-class _OwnDelivery:
-    """The delivery of a node's messages to itself, with faults; faults of connections do not apply.
-
-    A thread delivers held messages later; it runs only while messages are held.
-    """
-
-    def __init__(self, faults: Faults, direction: Direction, deliver: Callable[[Peer, Frame], None]) -> None:
-        self._faults = faults
-        self._direction = direction
-        self._deliver = deliver
-        self._line: DelayLine = DelayLine(lambda message: None)
-        self._changed = threading.Condition()
-        self._holding = False
-
-    def __call__(self, peer: Peer, message: Frame) -> None:
-        own = Message(message)
-        fault, drawn = self._faults.judge(self._direction, own)
-        if isinstance(fault, Fail) and message.kind == REQUEST:
-            raise NetworkError(f"sending to {self._direction.receiver} failed: injected", Delivery.NOT_SENT)
-        with self._changed:
-            now = monotonic()
-            self._line.add(own, None if isinstance(fault, OF_CONNECTIONS) else fault, drawn, now)
-            leaving = self._line.take(now)
-            if len(self._line) and not self._holding:
-                self._holding = True
-                name = f"farcall-faults-{self._direction.sender}"
-                threading.Thread(target=self._deliver_held, args=(peer,), name=name, daemon=True).start()
-            self._changed.notify_all()
-        for own in leaving:
-            self._deliver(peer, copy(own.frame))  # its reader empties it, and it may come twice
-
-    def _deliver_held(self, peer: Peer) -> None:
-        while True:
-            with self._changed:
-                now = monotonic()
-                leaving = self._line.take(now)
-                if not leaving:
-                    if not len(self._line) or peer.broken:
-                        self._holding = False
-                        return
-                    # Nothing signals the end of the node: check for it periodically.
-                    self._changed.wait(min(WAIT_SLICE_S, max(0.0, self._line.next_due - now)))
-            for own in leaving:
-                try:
-                    self._deliver(peer, copy(own.frame))  # its reader empties it, and it may come twice
-                except RpcError:
-                    pass  # the node has ended meanwhile

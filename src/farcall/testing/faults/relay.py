@@ -23,11 +23,12 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from farcall.core.contract import CARRIES
+from farcall.core.frames import Header, with_flags, with_number
 from farcall.errors import NetworkError
-from farcall.protocol.frames import numbered
 from farcall.testing.faults.delay_line import NEVER, DelayLine
-from farcall.testing.faults.messages import Message, Splitter
-from farcall.testing.faults.rules import Cut, Delay, Direction, Duplicate, HalfOpen, Reorder, Throttle
+from farcall.testing.faults.messages import Message, SplitError, Splitter
+from farcall.testing.faults.rules import OF_CONNECTIONS, Cut, Delay, Direction, Duplicate, HalfOpen, Reorder, Throttle
 from farcall.transport.descriptors import close_in_children
 from farcall.transport.interface import Transport, TransportError
 from farcall.transport.unix import UnixTransport
@@ -83,11 +84,6 @@ class FaultyTransport(UnixTransport):
         """The silence of the real connection, or of a rule that lets nothing through: then no kernel answers either."""
         return max(self._relay.silent_s(), self._far.silent_s())
 
-    @property
-    def takes_chunks(self) -> bool:  # type: ignore[override]
-        """May large messages travel in chunks? Not while rules inspect messages."""
-        return self._relay.leaves_messages_alone
-
     def close(self) -> None:
         super().close()
         self._relay.end(CLOSING_S)
@@ -113,7 +109,7 @@ class Relay:
         self._far = far
         self._fail_call = fail_call
         self._line = DelayLine(self._on_failed)
-        self._splitter = Splitter()
+        self._splitter = Splitter(self._inspects_messages)
         self._descriptors: deque[int] = deque()
         self._number: int | None = None  # of the next frame to leave; None before the first frame
         self._forth: Chunks = deque()
@@ -126,6 +122,7 @@ class Relay:
         self._close_by = NEVER
         self._silent_since = self._silent_until = 0.0
         self._silenced_by: object = None
+        self._is_to_self = direction.sender == direction.receiver  # no connection: its faults do not apply
         self._begun: set[int] = set()  # numbers of the rules without a message that were applied here
         self._tokens = 0.0
         self._paid_at = monotonic()
@@ -136,10 +133,9 @@ class Relay:
             target=self._run, name=f"farcall-faults-{direction.sender}-{direction.receiver}", daemon=True
         )
 
-    @property
-    def leaves_messages_alone(self) -> bool:
-        """Do all rules concern the connection as a whole?"""
-        return all(isinstance(rule.fault, Throttle) for rule in self._faults.rules)
+    def _inspects_messages(self) -> bool:
+        """Does a rule concern messages, and not only the connection as a whole?"""
+        return any(not rule.at_once for rule in self._faults.rules)
 
     def start(self) -> None:
         self._faults.add_relay(self)
@@ -178,7 +174,7 @@ class Relay:
         try:
             while self._go_on():
                 pass
-        except (TransportError, NetworkError, OSError) as error:
+        except (TransportError, NetworkError, SplitError, OSError) as error:
             logger.debug("the relay from %s to %s ends: %s", self._direction.sender, self._direction.receiver, error)
         finally:
             self._faults.forget_relay(self)
@@ -271,6 +267,8 @@ class Relay:
             if message.carries_descriptor:
                 message.descriptors.append(self._descriptors.popleft())
             fault, drawn = self._faults.judge(self._direction, message)
+            if self._is_to_self and isinstance(fault, OF_CONNECTIONS):
+                fault = None
             if isinstance(fault, Cut):
                 raise TransportError("a rule cut this connection")
             if isinstance(fault, HalfOpen):
@@ -289,9 +287,12 @@ class Relay:
                 _close(message.descriptors)
                 continue
             assert self._number is not None
-            data = numbered(message.data, self._number)
+            data, descriptors = with_number(message.data, self._number), message.descriptors
             self._number += 1
-            self._forth.append((memoryview(data), message.descriptors))
+            if descriptors and not self._far.carries_descriptors:  # it was meant for another connection
+                _close(descriptors)
+                data, descriptors = with_flags(data, Header.of(data).flags & ~CARRIES), []
+            self._forth.append((memoryview(data), descriptors))
             self._forth_bytes += len(data)
 
     def _write_far(self, allowance: int) -> None:
@@ -313,7 +314,9 @@ class Relay:
         rates = [
             rule.fault.bytes_per_s
             for rule in self._faults.rules
-            if isinstance(rule.fault, Throttle) and rule.concerns(self._direction.sender, self._direction.receiver)
+            if isinstance(rule.fault, Throttle)
+            and not self._is_to_self
+            and rule.concerns(self._direction.sender, self._direction.receiver)
         ]
         if not rates:
             self._tokens, self._paid_at = 0.0, now
@@ -349,6 +352,8 @@ class Relay:
 
     def _apply_connection_faults(self, now: float) -> bool:
         """Begin and end the faults of whole connections. True: cut this one."""
+        if self._is_to_self:
+            return False
         rules = self._faults.rules
         for rule in rules:
             if rule.at_once and rule.number not in self._begun:

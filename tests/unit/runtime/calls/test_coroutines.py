@@ -6,7 +6,6 @@ import threading
 from typing import Any
 
 import pytest
-from tests.kit.clock import Clock
 
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, REQUEST, Frame
@@ -28,8 +27,6 @@ def starved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Task:
-    expected_s = 0.0
-
     def __init__(self, act: Any) -> None:
         self.act = act
 
@@ -71,7 +68,7 @@ def test_a_stream_that_no_loop_can_write_is_answered() -> None:
 
     sent: list[Frame] = []
     unused: Any = None
-    server = Server(WorkerInfo("w0", 0), Executor("w0", 1, Clock().timer), log=EventLog())
-    request = StreamRequest(unused, server, Caller(WorkerInfo("w1", 1), 0x1F, 1), Frame(REQUEST, 0, 7))
+    server = Server(WorkerInfo("w0", 0), Executor("w0", 1, unused), log=EventLog())
+    request = StreamRequest(unused, server, Caller(WorkerInfo("w1", 1), 0x1F, 1, unused, unused), Frame(REQUEST, 0, 7))
     request.answer([items()])
     assert [frame.kind for frame in sent] == [FAILURE]

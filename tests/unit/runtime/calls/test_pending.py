@@ -13,20 +13,39 @@ from tests.kit.waiting import PATIENCE_S, wait_until
 
 from farcall.errors import Cancelled, Delivery, RpcError, RpcTimeout
 from farcall.ids import WorkerInfo
-from farcall.protocol.frames import REQUEST, RESPONSE, Frame
+from farcall.protocol.frames import REQUEST, Frame
 from farcall.runtime.calls.admission import Fullness
-from farcall.runtime.calls.pending import FEWEST_DEADLINES, CallTable, PendingCall, SyncCall, name_of
-from farcall.runtime.io.sigint import SLICE_S
+from farcall.runtime.calls.executor import Executor
+from farcall.runtime.calls.pending import FEWEST_DEADLINES, CallTable, PendingCall, name_of
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.peers.peer import Peer
 from farcall.serialize.context import IfUnsent
 
+LOOP: Any = SimpleNamespace(on_thread=lambda: False)
+
+
+class FakeCore:
+    """Sends nothing anywhere."""
+
+    def post(self, *frame: Any, **options: Any) -> int:
+        return 0
+
+
+def make(clock: Clock, **options: Any) -> CallTable:
+    core: Any = FakeCore()
+    return CallTable(core, clock.timer, Executor("test", 1, core), **options)
+
 
 class FakePeer(Peer):
     def __init__(self, name: str) -> None:
-        super().__init__(WorkerInfo(name, 0), "1f", True)
+        unused: Any = None
+        super().__init__(WorkerInfo(name, 0), 0x1F, 0, unused, LOOP)
+        self.way = 1
 
-    def send(self, *message: Any) -> None: ...
+    def encode(self, frame: Frame, deadline: float) -> Any:
+        return b"", ()
+
+    def cancel(self, call_id: int) -> None: ...
 
 
 class Call(PendingCall):
@@ -51,8 +70,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def table(clock: Clock) -> CallTable:
-    unused: Any = None
-    return CallTable(clock.timer, unused)
+    return make(clock)
 
 
 def send(table: CallTable, *calls: Call) -> None:
@@ -95,8 +113,7 @@ def test_an_equal_timeout_names_no_time(table: CallTable, clock: Clock) -> None:
 
 def test_whoever_waits_for_the_last_call_hears_that_it_was_given_up(clock: Clock) -> None:
     told: list[int] = []
-    unused: Any = None
-    table = CallTable(clock.timer, unused, on_given_up=lambda: told.append(len(table)))
+    table = make(clock, on_given_up=lambda: told.append(len(table)))
     send(table, Call(5.0), Call(5.0), Call(6.0))
     clock.turn_to(5.0)
     assert told == [1]
@@ -122,7 +139,7 @@ class StuckPeer(FakePeer):
         super().__init__("stuck")
         self.table = table
 
-    def send(self, frame: Frame, *_: Any) -> None:
+    def encode(self, frame: Frame, deadline: float) -> Any:
         frame.handed_over = True
         self.table.fail_overdue(1e9)
         raise RpcTimeout("took no bytes", Delivery.NOT_SENT)
@@ -144,24 +161,6 @@ def test_functions_are_called_as_users_know_them(what: Any, name: str) -> None:
     assert name_of(what) == name
 
 
-def test_a_call_that_is_cancelled_while_its_request_is_sent_is_cancelled_behind_it(table: CallTable) -> None:
-    """Small messages pass between the chunks of a large one: the first word finds no request at the callee."""
-    told: list[str] = []
-
-    class Slow(FakePeer):
-        def send(self, *message: Any) -> None:
-            assert table.cancel(call)
-            told.append("request")
-
-        def cancel(self, call_id: int) -> None:
-            told.append("cancel")
-
-    call = Call(peer=Slow("w1"))
-    send(table, call)
-    assert told == ["cancel", "request", "cancel"]
-    assert len(call.failures) == 1
-
-
 class CancelledParent:
     """A request whose function makes a call; its caller gives up while that call waits."""
 
@@ -170,8 +169,7 @@ class CancelledParent:
 
 
 def test_a_cancellation_reaches_a_call_that_waits_for_room(clock: Clock) -> None:
-    executor: Any = SimpleNamespace(current_worker=lambda: None)
-    table = CallTable(clock.timer, executor)
+    table = make(clock)
     peer = FakePeer("full")
     peer.full = Fullness(4, 4)
     call, parent = Call(peer=peer), CancelledParent()
@@ -193,36 +191,6 @@ def test_a_cancellation_reaches_a_call_that_waits_for_room(clock: Clock) -> None
     assert isinstance(outcomes[0], Cancelled)
     assert outcomes[0].delivery is Delivery.NOT_SENT
     assert len(table) == 0
-
-
-class Lock:
-    """The lock that the caller sleeps on: it is released after a few slices."""
-
-    def __init__(self, call: SyncCall) -> None:
-        self.call = call
-        self.bounds_s: list[float] = []
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        self.bounds_s.append(timeout)
-        if len(self.bounds_s) < 4:
-            return False
-        self.call.answer = Frame(RESPONSE)
-        return True
-
-
-@pytest.mark.parametrize("claimed", [False, True])
-def test_the_sleep_of_a_caller_is_cut_into_slices(clock: Clock, claimed: bool) -> None:
-    """A signal that comes just before the main thread sleeps is noticed when it wakes up, and not before."""
-    executor: Any = SimpleNamespace(current_worker=lambda: None)
-    table = CallTable(clock.timer, executor)
-    call = SyncCall(FakePeer("w1"), len, 0.0)
-    call.lock = lock = Lock(call)  # type: ignore[assignment]
-    if claimed:
-        call.deadline = 0.0
-        call.peer.send = lambda frame, *_: table.claim(frame.call_id)  # type: ignore[method-assign, misc]
-    table.exchange(call, Frame(REQUEST, function=b"f"))
-    assert all(0 <= bound_s <= SLICE_S for bound_s in lock.bounds_s)
-    assert lock.bounds_s[1:] == [SLICE_S] * 3  # it does not spin while another thread ends the call
 
 
 def test_each_caller_gets_an_error_of_its_own_when_the_node_ends(table: CallTable) -> None:

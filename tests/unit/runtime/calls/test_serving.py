@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import pytest
-from tests.kit.clock import Clock
 
 from farcall.ids import WorkerInfo
 from farcall.protocol.frames import FAILURE, REQUEST, RESPONSE, Frame
@@ -21,7 +20,8 @@ class FakePeer(Peer):
     """The caller; memory is short while the first answers are sent to it."""
 
     def __init__(self, shortages: int = 0, handed_over: bool = False) -> None:
-        super().__init__(WorkerInfo("w1", 1), 0x1F, 1)
+        unused: Any = None
+        super().__init__(WorkerInfo("w1", 1), 0x1F, 1, unused, unused)
         self.shortages = shortages
         self.hands_over = handed_over
         self.sent: list[Frame] = []
@@ -36,7 +36,8 @@ class FakePeer(Peer):
 
 @pytest.fixture
 def server() -> Server:
-    return Server(WorkerInfo("w0", 0), Executor("w0", 1, Clock().timer), log=EventLog())
+    unused: Any = None
+    return Server(WorkerInfo("w0", 0), Executor("w0", 1, unused), log=EventLog())
 
 
 def accept(server: Server, peer: Peer) -> Any:

@@ -19,7 +19,7 @@ from tests.kit.waiting import wait_until
 
 from farcall.errors import Cancelled, RpcTimeout
 from farcall.runtime.calls.coroutines import Concluded
-from farcall.runtime.calls.executor import UNKNOWN_S, Task
+from farcall.runtime.calls.executor import Task
 from farcall.runtime.calls.scope import CURRENT
 from farcall.runtime.calls.turns import Turns
 from farcall.runtime.io.sigint import Gate
@@ -28,8 +28,6 @@ from farcall.runtime.io.timers import NEVER
 
 class Call:
     """A request that notes what happens to it."""
-
-    expected_s = UNKNOWN_S
 
     def __init__(self, log: list[str], name: str, work: Callable[[], None] = lambda: None) -> None:
         self._log = log

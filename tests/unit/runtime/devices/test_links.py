@@ -221,7 +221,8 @@ class Asked(RemotePeer):
     """A peer that notes what it is told."""
 
     def __init__(self) -> None:
-        Peer.__init__(self, WorkerInfo("other", 1), 1, 1)
+        unused: Any = None
+        Peer.__init__(self, WorkerInfo("other", 1), 1, 1, unused, unused)
         self.told: list[messages.Message] = []
 
     def control(self, message: messages.Message, more: bool = False) -> None:

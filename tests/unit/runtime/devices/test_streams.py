@@ -123,7 +123,6 @@ def test_without_a_device_or_one_that_works_calls_run_all_the_same(
 
 def test_a_task_runs_on_a_lane(stream_pool: StreamPool, inner: FakeInner) -> None:
     class Task:
-        expected_s = 0.5
         log: tuple[Any, ...] = ()
 
         def run(self, more: bool) -> None:
@@ -135,7 +134,6 @@ def test_a_task_runs_on_a_lane(stream_pool: StreamPool, inner: FakeInner) -> Non
     task = Task()
     StreamTask(task, stream_pool).run(True)
     assert task.log == (True, 1)
-    assert StreamTask(task, stream_pool).expected_s == 0.5
     StreamTask(task, stream_pool).drop()
     assert task.log == ("dropped",)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import threading
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.kit.cores import implementation
 from tests.kit.times import LONG_S
 from tests.kit.waiting import wait_until
 
@@ -389,3 +391,27 @@ def test_a_gate_that_stays_shut_is_left_in_time(timeout_s: float) -> None:
     began = time.monotonic()
     assert not sigint.Gate().wait(timeout_s)
     assert time.monotonic() - began >= timeout_s
+
+
+@pytest.mark.parametrize("name", ["compiled", "plain"])
+@pytest.mark.parametrize("held_before", [False, True])
+def test_a_wait_of_the_core_inside_a_section_can_be_cut(name: str, held_before: bool) -> None:
+    core = implementation(name)()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    sigint.install()
+    presser = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        sigint.enter()
+        if held_before:
+            press()
+        else:
+            presser.start()
+        with pytest.raises(KeyboardInterrupt):
+            core.next(time.monotonic() + LONG_S)
+        assert sigint._state.depth == 1
+        sigint.leave()
+    finally:
+        presser.cancel()
+        sigint.uninstall()
+        signal.signal(signal.SIGINT, before)
+        core.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -9,9 +10,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from tests.kit.memory_transport import memory_pair
+from tests.kit.unlinked import quiet_core
 from tests.kit.waiting import wait_until
 
+from farcall.core.contract import WANTED
 from farcall.errors import HandshakeRefused
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
@@ -24,6 +26,7 @@ from farcall.runtime.link.connector import Connector, _First
 from farcall.runtime.link.dialler import Dialler, Found
 from farcall.runtime.link.link import Link
 from farcall.secret import Secret
+from farcall.transport.unix import UnixTransport
 
 ME = Hello(Member("w0", 0, 0x1F), "cluster")
 OTHER = Hello(Member("w1", 1, 0x2F), "cluster")
@@ -88,7 +91,7 @@ def test_who_comes_back_to_a_session_that_never_was_is_refused() -> None:
 def test_a_link_is_woken_only_after_all_that_came_over_its_last_connection_was_counted() -> None:
     """A wish to send may come late, when both have parted again: what is read meanwhile would be sent once more."""
     mine, slept = connector(), []
-    link = SimpleNamespace(up=True, broken=None, outgoing=SimpleNamespace(sleep=lambda: slept.append(True)))
+    link = SimpleNamespace(up=True, broken=None, sleep=lambda: slept.append(True))
     peer: Any = SimpleNamespace(incarnation=OTHER.member.incarnation, info=None, link=link, leaving=False)
     established: Any = SimpleNamespace(session_id="s")
     mine.begin(peer, established, True)
@@ -107,10 +110,9 @@ def test_a_link_is_woken_only_after_all_that_came_over_its_last_connection_was_c
 def parted() -> Iterator[tuple[Connector, Any]]:
     """A connector, and a member that it has parted from."""
     loop = Loop("test")
-    near, far = memory_pair()
-    link = Link(
-        WorkerInfo("w1", 1), near, loop, lambda frame: None, lambda reason: None, 1 << 20, on_wanted=lambda: None
-    )
+    core = quiet_core()
+    near, far = map(UnixTransport, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
+    link = Link(core, WorkerInfo("w1", 1), near, loop, lambda reason: None, instead=lambda head: None)
     peer: Any = SimpleNamespace(
         incarnation=OTHER.member.incarnation, info=link.peer, link=link, leaving=False, broken=False
     )
@@ -123,12 +125,13 @@ def parted() -> Iterator[tuple[Connector, Any]]:
     bond.part(Parting.AGREED)
     link.break_off("both had nothing to say")
     assert mine.on_interrupted(peer, "both had nothing to say")
-    assert link.outgoing.asleep
+    assert link.asleep
     yield mine, peer
     mine.stop()
     link.close()
     far.close()
     loop.stop()
+    core.stop()
 
 
 def test_a_link_wakes_though_somebody_was_let_in_and_did_not_come(parted: tuple[Connector, Any]) -> None:
@@ -200,17 +203,19 @@ def test_where_no_thread_can_be_had_it_is_tried_again_later(
     mine, peer = parted
     later: list[int] = []
     monkeypatch.setattr(mine._owner, "look_later", later.append)
-    wanted: list[bool] = []
-    monkeypatch.setattr(peer.link.outgoing, "_on_wanted", lambda: wanted.append(True))
-    peer.link.outgoing.send(encode_small(REQUEST, 0, 1, b"", b"", b""))
+
+    def is_wanted() -> bool:
+        return WANTED in {news.kind for news in peer.link._core.events()}
+
+    peer.link.post(encode_small(REQUEST, 0, 1, b"", b"", b""))
+    assert is_wanted()
     with monkeypatch.context() as patch:
         patch.setattr(Dialler, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         mine.wake(peer)
     assert later == [peer.incarnation]
     assert not mine._diallers
-    wanted.clear()
     mine.look_after(peer)
-    assert wanted == [True]
+    assert is_wanted()
     mine.wake(peer)
     assert mine._ties[peer.incarnation].dialler is not None
 
@@ -233,8 +238,9 @@ def test_a_link_whose_node_ends_while_its_connection_is_replaced_stays_closed(
 ) -> None:
     """The thread that ends the node closes the links, and the I/O thread is in the middle of this."""
     loop, mine = Loop("test"), connector()
-    near, far = memory_pair()
-    link = Link(WorkerInfo("w1", 1), near, loop, lambda frame: None, lambda reason: None, 1 << 20)
+    core = quiet_core()
+    near, far = map(UnixTransport, socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
+    link = Link(core, WorkerInfo("w1", 1), near, loop, lambda reason: None, instead=lambda head: None)
     peer: Any = SimpleNamespace(
         incarnation=OTHER.member.incarnation, info=link.peer, link=link, leaving=False, broken=False
     )
@@ -259,6 +265,7 @@ def test_a_link_whose_node_ends_while_its_connection_is_replaced_stays_closed(
     finally:
         far.close()
         loop.stop()
+        core.stop()
 
 
 def test_what_begins_while_the_node_ends_is_stopped_too() -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tests.kit.clock import Clock
@@ -19,7 +20,8 @@ from farcall.runtime.io.timers import NEVER
 from farcall.runtime.membership.shutdown import Leaving
 from farcall.runtime.peers.peer import Peer
 
-OTHER = Peer(WorkerInfo("w1", 1), 5, 1)
+NONE: Any = None
+OTHER = Peer(WorkerInfo("w1", 1), 5, 1, NONE, NONE)
 RETURN_S = 60.0
 
 
@@ -99,7 +101,7 @@ def test_idle_members_agree_and_leave() -> None:
 def test_one_that_came_for_a_dead_one_is_waited_for_and_the_end_of_the_dead_one_is_not_its_end() -> None:
     leaver = Leaver()
     leaver.other_is_ready(0)
-    leaver.other = Peer(WorkerInfo("w1", 1), 6, 6)
+    leaver.other = Peer(WorkerInfo("w1", 1), 6, 6, NONE, NONE)
     leaver.leaving.on_peer_came(leaver.other)
     leaver.leaving.on_peer_gone(OTHER)  # late
     assert probes(leaver) == [1], "what the dead one said does not count"

@@ -10,12 +10,12 @@ import pytest
 from tests.kit.clock import Clock
 
 from farcall.ids import ForkId, RefId, WorkerInfo
-from farcall.protocol.frames import REQUEST, RESPONSE, Frame
+from farcall.protocol.frames import REQUEST, Frame
 from farcall.protocol.membership.messages import Gossip
 from farcall.protocol.notes import Notes, encode_notes
 from farcall.protocol.references.messages import Fork
 from farcall.runtime.calls.executor import Executor
-from farcall.runtime.calls.pending import CallTable, PendingCall
+from farcall.runtime.calls.pending import CallTable
 from farcall.runtime.calls.serving import NoReferences, Server
 from farcall.runtime.io.timers import NEVER
 from farcall.runtime.node.dispatcher import Dispatcher
@@ -26,7 +26,8 @@ from farcall.runtime.peers.peer import Peer
 
 class FakePeer(Peer):
     def __init__(self, name: str, number: int) -> None:
-        super().__init__(WorkerInfo(name, number), number, number)
+        unused: Any = None
+        super().__init__(WorkerInfo(name, number), number, number, unused, unused)
         self.sent: list[Frame] = []
 
     def send(self, frame: Frame, *_: Any, **__: Any) -> None:
@@ -46,26 +47,17 @@ class Deferring(NoReferences):
         return not self.keeps
 
 
-class Call(PendingCall):
-    def __init__(self, peer: Peer) -> None:
-        self.peer = peer
-        self.what = print
-        self.started_at = monotonic()
-        self.answers: list[Frame] = []
-
-    def on_answer(self, frame: Frame) -> None:
-        self.answers.append(frame)
-
-
 class Callee:
     """A dispatcher over a real server and a real table of calls; nobody runs the requests."""
 
     def __init__(self) -> None:
         clock = Clock()
         unused: Any = None
-        self.calls = CallTable(clock.timer, unused)
+        core: Any = SimpleNamespace(settle=lambda *_: None, cancel=lambda number: None)
+        executor = Executor("w0", 1, core)
+        self.calls = CallTable(core, clock.timer, executor)
         self.references = Deferring()
-        self.server = Server(WorkerInfo("w0", 0), Executor("w0", 1, clock.timer), log=EventLog(), nested=self.calls)
+        self.server = Server(WorkerInfo("w0", 0), executor, log=EventLog(), nested=self.calls)
         self.server.references = self.references
         self.dispatcher = Dispatcher(
             "w0",
@@ -76,7 +68,7 @@ class Callee:
             server=self.server,
             leaving=SimpleNamespace(entered=False),  # type: ignore[arg-type]
             watch=unused,
-            hold=unused,
+            core=core,
         )
 
 
@@ -102,7 +94,7 @@ def test_a_message_of_this_node_to_itself_does_not_hold_up_those_behind_it(caplo
             raise RuntimeError("a fault")
 
     myself: Any = SimpleNamespace(info=SimpleNamespace(name="w0"))
-    Failing().redeliver(myself, Frame(RESPONSE, 0, 1))
+    Failing().redeliver(myself, Frame(REQUEST, 0, 1))
     assert "cannot handle a message from w0" in caplog.text
     assert "a fault" in caplog.text
 
@@ -124,18 +116,6 @@ def test_a_cancellation_reaches_a_call_that_is_deferred(callee: Callee) -> None:
     callee.server.cancel(CALLER, 7)
     callee.server.cancel_all(OTHER)
     assert told == [(CALLER, 7), (OTHER, None)]
-
-
-def test_a_call_is_answered_by_its_callee_alone(callee: Callee) -> None:
-    call = Call(CALLER)
-    call_id = callee.calls.register(call)
-    callee.dispatcher.on_message(OTHER, Frame(RESPONSE, 0, call_id))
-    assert not call.answers
-    answer = Frame(RESPONSE, 0, call_id)
-    callee.dispatcher.on_message(CALLER, answer)
-    assert call.answers == [answer]
-    callee.dispatcher.on_message(CALLER, Frame(RESPONSE, 0, call_id))
-    assert call.answers == [answer]
 
 
 @pytest.mark.parametrize("notes", [b"\xc1", b"\x07", b"\x93\x90\xc0\xa1\xff", b"\x91", b"\xdd\xff\xff\xff\xff"])

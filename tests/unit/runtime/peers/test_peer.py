@@ -4,54 +4,40 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
+import socket
+import threading
+from typing import Any
 
 import pytest
+from tests.kit.cores import connected
+from tests.kit.times import LONG_S
+from tests.kit.unlinked import UnlinkedPeer, quiet_core
 
 from farcall.channel.segment_map import SegmentMap
 from farcall.channel.shared_memory import SegmentPool
-from farcall.errors import Cancelled, Delivery, PeerDead
+from farcall.errors import Delivery, PeerDead
 from farcall.ids import WorkerInfo
 from farcall.protocol import messages
-from farcall.protocol.chunks import Instead
-from farcall.protocol.frame_decoder import FrameDecoder
-from farcall.protocol.frames import REQUEST, RESPONSE, Frame, numbered
+from farcall.protocol.frames import HEADER, LETTER, REQUEST, RESPONSE, Frame
+from farcall.runtime.io.timers import NEVER
+from farcall.runtime.link.resend import instead_of
 from farcall.runtime.peers.peer import WORTH_RELEASING_BYTES, RemotePeer
-from farcall.serialize.context import IfUnsent
 
 SIZE_BYTES = 4096
-
-
-class Transport:
-    """Descriptors that came with one read."""
-
-    def __init__(self, descriptors: list[int]) -> None:
-        self.descriptors = list(descriptors)
 
 
 class Link:
     broken = None
 
-    def __init__(self, descriptors: list[int]) -> None:
-        self.transport = Transport(descriptors)
+    def __init__(self) -> None:
         self.sent: list[bytes] = []
-        self.outgoing = self.incoming = self  # stands in for both halves
 
-    def send(self, data: bytes, **_: object) -> None:
-        self.sent.append(data)
-
-    def is_used(self) -> None:
-        pass
-
-    def take_descriptor(self) -> int | None:
-        return self.transport.descriptors.pop(0) if self.transport.descriptors else None
+    def post(self, head: bytes, **_: object) -> None:
+        self.sent.append(head)
 
     @property
     def messages(self) -> list[messages.Message]:
-        data = numbered(self.sent, 0)
-        decoder = FrameDecoder()
-        decoder.writable()[: len(data)] = data
-        return [messages.decode_message(frame.payload) for frame in decoder.received(len(data))]
+        return [messages.decode_message(head[HEADER.size :]) for head in self.sent]
 
 
 def memory_file() -> int:
@@ -63,28 +49,26 @@ def memory_file() -> int:
     return descriptor
 
 
-def peer_with(segments: SegmentMap | None, descriptors: list[int]) -> tuple[RemotePeer, Link]:
-    peer = RemotePeer(
-        WorkerInfo("other", 1), 0x1F, 1, lambda write: write(), WorkerInfo("me", 0), lambda *_: None, lambda peer: None
-    )
+def peer_with(segments: SegmentMap | None) -> tuple[RemotePeer, Link]:
+    unused: Any = None
+    peer = RemotePeer(WorkerInfo("other", 1), 0x1F, 1, unused, unused, lambda peer: None)
     if segments is not None:
         peer.share(SegmentPool(1 << 20), segments)
-    link = Link(descriptors)
+    link = Link()
     peer.link = link  # type: ignore[assignment]
     return peer, link
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files on this system")
-def test_offers_that_come_together_keep_their_descriptors() -> None:
+def test_offered_segments_are_mapped_with_their_descriptors() -> None:
     descriptors = [memory_file(), memory_file(), memory_file()]
     segments = SegmentMap(lambda urgent: None)
-    peer, link = peer_with(segments, descriptors[:2])
+    peer, link = peer_with(segments)
     for number in (1, 2):
-        peer.on_segment_offered(messages.SegmentOffered(number, SIZE_BYTES))
+        peer.on_segment_offered(messages.SegmentOffered(number, SIZE_BYTES), descriptors[number - 1])
     assert link.messages == [messages.SegmentAccepted(1), messages.SegmentAccepted(2)]
     # One that is smaller than announced is closed at once.
-    link.transport.descriptors = descriptors[2:]
-    peer.on_segment_offered(messages.SegmentOffered(3, SIZE_BYTES * 100))
+    peer.on_segment_offered(messages.SegmentOffered(3, SIZE_BYTES * 100), descriptors[2])
     assert isinstance(link.messages[-1], messages.SegmentRefused)
     peer.close()
     for descriptor in descriptors:
@@ -95,16 +79,16 @@ def test_offers_that_come_together_keep_their_descriptors() -> None:
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files on this system")
 def test_refused_offer_costs_no_descriptor() -> None:
     descriptor = memory_file()
-    peer, link = peer_with(None, [descriptor])
-    peer.on_segment_offered(messages.SegmentOffered(1, SIZE_BYTES))
+    peer, link = peer_with(None)
+    peer.on_segment_offered(messages.SegmentOffered(1, SIZE_BYTES), descriptor)
     assert isinstance(link.messages[0], messages.SegmentRefused)
     with pytest.raises(OSError):
         os.fstat(descriptor)
 
 
 def test_offer_without_descriptor_is_refused() -> None:
-    peer, link = peer_with(SegmentMap(lambda urgent: None), [])
-    peer.on_segment_offered(messages.SegmentOffered(1, SIZE_BYTES))
+    peer, link = peer_with(SegmentMap(lambda urgent: None))
+    peer.on_segment_offered(messages.SegmentOffered(1, SIZE_BYTES), None)
     assert isinstance(link.messages[0], messages.SegmentRefused)
     peer.close()
 
@@ -112,7 +96,7 @@ def test_offer_without_descriptor_is_refused() -> None:
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files on this system")
 def test_any_message_takes_along_what_is_owed_to_its_receiver() -> None:
     segments = SegmentMap(lambda urgent: None)
-    peer, link = peer_with(segments, [])
+    peer, link = peer_with(segments)
     segments.owe(1, 0, WORTH_RELEASING_BYTES - 1)
     peer.control(messages.Ping(1))
     assert link.messages == [messages.Ping(1)]
@@ -136,18 +120,38 @@ class LostDevices:
 
 @pytest.mark.parametrize("kind", [REQUEST, RESPONSE])
 def test_device_memory_lent_for_a_message_that_a_break_has_lost_is_free_again(kind: int) -> None:
-    kept: list[Instead] = []
-    peer, link = peer_with(None, [])
-    link.on_io_thread = lambda: False  # type: ignore[attr-defined]
-    link.send_pieces = lambda pieces, deadline, instead: kept.append(instead)  # type: ignore[attr-defined]
+    peer, _ = peer_with(None)
     peer.devices = devices = LostDevices()
     ticket = (0, 7, 512, 100, (), b"event")
     table = pickle.dumps([("cuda:0", [(0, False, 0, ticket), (100, False, 2, b"bytes")])], 5)
     payload = b"any" + table + len(table).to_bytes(4, "little") + b"D"
-    peer.send(Frame(kind, 0, 1, payload=payload, buffers=[memoryview(bytes(1 << 20))]))
+    head, pieces = peer.encode(Frame(kind, 0, 1, b"f", payload=payload, buffers=[memoryview(bytes(1 << 20))]), NEVER)
+    assert pieces
     assert devices.taken_back == []
-    kept[0]()
+    instead_of(WorkerInfo("me", 0), peer, head)
     assert devices.taken_back == [ticket]
+
+
+def test_a_large_letter_is_not_lost_with_its_connection() -> None:
+    """Nothing could go in its place: the core keeps all of it until the peer has it."""
+    core = quiet_core()
+    try:
+        peer = UnlinkedPeer(core)
+        near, far = connected("unix")
+        with socket.socket(fileno=far) as end:
+            end.settimeout(LONG_S)
+            core.attach(peer.way, near)
+            letter = Frame(LETTER, 0, 1, buffers=[memoryview(bytes(1 << 20))])
+            sending = threading.Thread(target=peer.send, args=(letter,))
+            sending.start()
+            came = 0
+            while came < 1 << 20:
+                came += len(end.recv(1 << 20))
+            sending.join(LONG_S)
+            core.detach(peer.way)
+            assert core.lost(peer.way, 0) == []
+    finally:
+        core.stop()
 
 
 FATES = {
@@ -159,62 +163,10 @@ FATES = {
 @pytest.mark.parametrize("delivery", FATES)
 def test_a_call_that_finds_the_link_of_a_leaving_peer_closed_is_told_how_it_left(delivery: Delivery) -> None:
     """Its Goodbye came after the call had looked whether the peer leaves."""
-    peer, _ = peer_with(None, [])
+    peer, _ = peer_with(None)
     peer.leaving, peer.farewell = True, messages.GoodbyeReason.FORGOT_SHUTDOWN.text
     error = peer.lost(delivery)
     assert isinstance(error, PeerDead)
     assert str(error).startswith("other ended without shutdown()")
     assert str(error).endswith(FATES[delivery])
     assert (error.worker, error.delivery) == (peer.info, delivery)
-
-
-class SlowPeer:
-    """A peer whose large requests a worker writes, since an event loop runs on the calling thread."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-        self.withdrawn: list[str] = []
-        self.peer, link = peer_with(None, [])
-        self.later: list[Callable[[], None]] = []
-        self.peer._write_later = self.later.append
-        self.while_written: Callable[[], None] = lambda: None
-        link.on_io_thread = lambda: True  # type: ignore[attr-defined]
-        link.send_pieces = self.write  # type: ignore[attr-defined]
-        link.send = lambda data, **_: self.events.append("cancelled")  # type: ignore[method-assign]
-
-    def write(self, *_: object) -> None:
-        self.while_written()
-        self.events.append("request")
-
-    def send(self) -> None:
-        undo = [lambda: self.withdrawn.append("fork"), IfUnsent(lambda: self.withdrawn.append("lent"))]
-        self.peer.send(Frame(REQUEST, 0, 7, buffers=[memoryview(bytes(1 << 20))], undo=undo))
-
-
-def test_a_large_request_that_is_cancelled_before_a_worker_writes_it_is_not_sent() -> None:
-    slow = SlowPeer()
-    slow.send()
-    slow.peer.cancel(7)
-    with pytest.raises(Cancelled):
-        slow.later[0]()
-    assert "request" not in slow.events
-    assert slow.withdrawn == ["fork", "lent"]
-    assert not slow.peer._unwritten
-
-
-def test_a_cancellation_follows_the_large_request_that_it_has_overtaken() -> None:
-    slow = SlowPeer()
-    slow.while_written = lambda: slow.peer.cancel(7)
-    slow.send()
-    slow.later[0]()
-    assert slow.events == ["cancelled", "request", "cancelled"]
-    assert slow.withdrawn == []
-    assert not slow.peer._unwritten
-
-
-def test_a_large_request_that_is_wanted_is_written_once() -> None:
-    slow = SlowPeer()
-    slow.send()
-    slow.later[0]()
-    assert slow.events == ["request"]
-    assert not slow.peer._unwritten

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.kit.waiting import wait_until
 
 from farcall.channel.segment_map import SegmentMap
 from farcall.channel.segments import segments_work
 from farcall.channel.shared_memory import SegmentPool
+from farcall.errors import RpcTimeout
 from farcall.protocol.frames import YOURS, Ticket
 from farcall.runtime.io.timers import NEVER
-from farcall.runtime.link.resend import LostOffer
 from farcall.runtime.peers.shared_memory import SHARED_BYTES, WORTH_WAITING_BYTES, SharedMemorySender
 
 pytestmark = pytest.mark.skipif(not segments_work(), reason="no sealed memory files on this system")
@@ -29,7 +31,7 @@ def test_a_block_that_the_peer_is_owed_carries_the_answer_and_is_owed_again_if_t
     assert offer is not None
     borrowed.attach(offer.segment_id, os.dup(offer.descriptor), offer.size)
     borrowed.view(block.segment_id, block.offset, SHARED_BYTES)  # the argument, which has died
-    sender = SharedMemorySender(None, ours, borrowed, lambda write: write())  # type: ignore[arg-type]
+    sender = SharedMemorySender(None, ours, borrowed)  # type: ignore[arg-type]
     placed: list[memoryview | Ticket] = []
     answer = memoryview(bytearray(b"\x07" * SHARED_BYTES))
     assert sender.place([answer, answer[:8]], placed, NEVER, may_give_back=True) == SHARED_BYTES
@@ -49,52 +51,29 @@ class FakePeer:
     ``on_wait``: another thread sends, and this happens when it waits.
     """
 
-    def __init__(self, on_wait: Callable[[], None] | None = None) -> None:
+    def __init__(self, on_wait: Callable[[], object] | None = None) -> None:
         self.offered: list[str] = []
         self.info = SimpleNamespace(name="peer")
-        self.queue = SimpleNamespace(down=False, closed=False, wait_while=self.wait_while, wake_waiting=lambda: None)
-        outgoing = SimpleNamespace(queue=self.queue, send_with_descriptor=self.send_with_descriptor)
         self.transport = SimpleNamespace(carries_descriptors=True)
         self.refuses = False
         self.on_wait = on_wait
-        self.lost: LostOffer | None = None
-        self.link: Any = SimpleNamespace(broken=None, outgoing=outgoing, transport=self.transport)
+        self.link: Any = SimpleNamespace(broken=None, up=True, post=self.post, transport=self.transport)
         self.link.on_io_thread = lambda: on_wait is None
 
-    def send_with_descriptor(self, data: bytes, descriptor: int, deadline: float, lost: LostOffer) -> bool:
+    def post(self, data: bytes, *, descriptor: int) -> None:
         self.offered.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        self.lost = lost
-        return not self.refuses
-
-    def wait_while(self, condition: Callable[[], bool], deadline: float) -> None:
-        if condition():
-            assert self.on_wait is not None, "the I/O thread must not wait"
-            self.on_wait()
-            assert not condition() or deadline == PASSED
+        if self.refuses:
+            raise RpcTimeout("this connection carries no descriptors")
+        if self.on_wait is not None:
+            threading.Thread(target=self.on_wait).start()
 
     def control(self, message: Any) -> None:
         pass
 
 
-def test_a_segment_whose_offer_a_worker_is_to_send_is_not_given_up_before() -> None:
-    pool = SegmentPool(4 << 20, segment_bytes=2 << 20)
-    peer, later = FakePeer(), list[Callable[[], None]]()
-    sender = SharedMemorySender(peer, pool, SegmentMap(), later.append)  # type: ignore[arg-type]
-    placed: list[memoryview | Ticket] = []
-    sender.place([memoryview(bytearray(SHARED_BYTES))], placed, NEVER, may_give_back=False)
-    [send] = later
-    meanwhile = pool.allocate(4 << 20)  # there would be room for it without the segment that is being offered
-    send()
-    assert [file.split()[0] for file in peer.offered] == ["/memfd:farcall-1"]
-    assert meanwhile is None
-    assert pool.allocate(4 << 20) is not None
-    assert pool.offer(1, sender) is None  # it is gone, as it is where the peer was lost meanwhile
-    pool.close()
-
-
 def test_over_a_link_without_descriptors_buffers_go_inline_until_it_carries_some_again() -> None:
     pool, peer = SegmentPool(4 << 20), FakePeer()
-    sender = SharedMemorySender(peer, pool, SegmentMap(), lambda write: write())  # type: ignore[arg-type]
+    sender = SharedMemorySender(peer, pool, SegmentMap())  # type: ignore[arg-type]
     buffer = memoryview(bytearray(SHARED_BYTES))
 
     def place() -> memoryview | Ticket:
@@ -123,10 +102,10 @@ PASSED = 0.0
 def first_large_message(on_wait: OnWait, deadline: float = NEVER) -> list[type]:
     """How two buffers travel for which there is no segment yet; ``on_wait`` is what happens when their sender waits."""
     pool = SegmentPool(4 << 20)
-    peer = FakePeer(lambda: on_wait(sender, peer))
-    sender = SharedMemorySender(peer, pool, SegmentMap(), lambda write: write())  # type: ignore[arg-type]
-    buffers = [memoryview(bytes([value]) * (WORTH_WAITING_BYTES // 2)) for value in (1, 2)]
     placed: list[memoryview | Ticket] = []
+    peer = FakePeer(lambda: (wait_until(lambda: sender._gates or len(placed) == 2), on_wait(sender, peer)))
+    sender = SharedMemorySender(peer, pool, SegmentMap())  # type: ignore[arg-type]
+    buffers = [memoryview(bytes([value]) * (WORTH_WAITING_BYTES // 2)) for value in (1, 2)]
     shared_bytes = sender.place(buffers, placed, deadline, may_give_back=False)
     assert len(peer.offered) == 1
     for each, buffer in zip(placed, buffers, strict=True):
@@ -137,7 +116,7 @@ def first_large_message(on_wait: OnWait, deadline: float = NEVER) -> list[type]:
         else:
             assert each is buffer
     assert shared_bytes == 0
-    if peer.queue.closed:
+    if peer.link.broken is not None:
         sender.close()
     sender.take_back(placed)
     assert pool.live_bytes == 0
@@ -149,9 +128,9 @@ def first_large_message(on_wait: OnWait, deadline: float = NEVER) -> list[type]:
     ("on_wait", "kind"),
     [
         pytest.param(lambda sender, peer: sender.on_accepted(1), Ticket, id="accepted"),
-        pytest.param(lambda sender, peer: sender.on_refused("it has no room"), memoryview, id="refused"),
-        pytest.param(lambda sender, peer: peer.lost.lost(), memoryview, id="the connection broke"),
-        pytest.param(lambda sender, peer: setattr(peer.queue, "closed", True), memoryview, id="the link is closed"),
+        pytest.param(lambda sender, peer: sender.on_refused(1, "it has no room"), memoryview, id="refused"),
+        pytest.param(lambda sender, peer: sender.on_refused(1, ""), memoryview, id="it came without a descriptor"),
+        pytest.param(lambda sender, peer: setattr(peer.link, "broken", "gone"), memoryview, id="the link is closed"),
     ],
 )
 def test_a_large_message_fills_its_segment_while_the_offer_is_under_way(on_wait: OnWait, kind: type) -> None:

@@ -13,8 +13,10 @@ from unittest.mock import Mock
 import pytest
 from msgspec.structs import replace as replaced
 from tests.kit.times import PATIENT
+from tests.kit.unlinked import quiet_core
 from tests.kit.waiting import wait_until
 
+from farcall.core.contract import Core
 from farcall.errors import Delivery
 from farcall.ids import WorkerInfo
 from farcall.options import RpcBackendOptions
@@ -47,20 +49,22 @@ class Tables:
         self.loop = Loop("test")
         self.watcher = Mock(awaited=set)
         self.made: list[PeerTable] = []
+        self.cores: list[Core] = []
 
     def make(self, *others: Member, full_mesh: int = 32) -> PeerTable:
-        memory: Any = SimpleNamespace(take=bytearray)
-        myself = LoopbackPeer(WorkerInfo(ME.name, ME.rank), ME.incarnation, ME.incarnation, Mock(), memory, Mock())
+        core = quiet_core()
+        self.cores.append(core)
+        myself = LoopbackPeer(WorkerInfo(ME.name, ME.rank), ME.incarnation, ME.incarnation, core, self.loop, Mock())
         made = PeerTable(
             myself,
             Membership(ME, [ME, *others], "cluster", Secret(b"secret")),
             RpcBackendOptions(transports=["tcp"], membership=replace(PATIENT, full_mesh=full_mesh)),
-            SimpleNamespace(loop=self.loop, pool=None, memory=memory),  # type: ignore[arg-type]
+            SimpleNamespace(loop=self.loop, pool=None, core=core),  # type: ignore[arg-type]
             is_static=False,
             is_founder=True,
             host=Mock(),
             watcher=self.watcher,
-            on_frame=Mock(),
+            dispatcher=Mock(),
         )
         made.expect(others)
         self.made.append(made)
@@ -83,6 +87,8 @@ def make() -> Iterator[Tables]:
         for peer in made.everyone():
             peer.link.close()
     found.loop.stop()
+    for core in found.cores:
+        core.stop()
 
 
 def remote(table: PeerTable, member: Member) -> RemotePeer:
@@ -94,7 +100,7 @@ def remote(table: PeerTable, member: Member) -> RemotePeer:
 def test_whoever_is_told_of_a_newcomer_to_a_small_group_finds_a_link_that_waits_for_it(make: Tables) -> None:
     """A link that is made because it is needed sleeps: the first word over it would have both dial."""
     found: list[tuple[bool, bool]] = []
-    make.watcher.on_entered = lambda peer: found.append((peer.linked, peer.link.outgoing.asleep))
+    make.watcher.on_entered = lambda peer: found.append((peer.linked, peer.link.asleep))
     table = make.make()
     make.on_loop(lambda: table.on_joined(OTHERS[0]))
     assert found == [(True, False)]
@@ -190,11 +196,11 @@ def test_who_does_not_dial_as_it_should_is_dialled_when_there_is_need(make: Tabl
     """It may see a large group where this node sees a small one."""
     table = make.make()
     make.on_loop(lambda: table.on_joined(OTHERS[0]))
-    outgoing = remote(table, OTHERS[0]).link.outgoing
+    link = remote(table, OTHERS[0]).link
     make.on_loop(lambda: table._look_after_links(monotonic()))
-    assert not outgoing.asleep
+    assert not link.asleep
     make.on_loop(lambda: table._look_after_links(monotonic() + AWAITED_S))
-    assert outgoing.asleep
+    assert link.asleep
     assert not table._awaited
 
 

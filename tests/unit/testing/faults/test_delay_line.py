@@ -16,15 +16,17 @@ class Note:
     text: str
     kind: int = REQUEST
     repeatable: bool = True
-    carries: bool = False
     names = frozenset({"request"})
 
     @property
     def frame(self) -> Frame:
         return Frame(self.kind)
 
-    def remains(self) -> Note | None:
-        return Note(f"remains of {self.text}") if self.carries else None
+    def remains(self) -> Note:
+        return Note(f"remains of {self.text}")
+
+    def copy(self, number: int) -> Note:
+        return Note(f"{self.text}{number}")
 
 
 class Tried:
@@ -54,19 +56,14 @@ def test_without_a_fault_all_leaves_at_once_in_order(tried):
     assert len(tried.line) == 0
 
 
-def test_what_is_dropped_never_leaves(tried):
+def test_of_what_is_dropped_the_remains_leave(tried):
     tried.add("a", Drop())
     tried.add("b")
-    assert tried.at(100.0) == ["b"]
-
-
-def test_what_a_dropped_message_carried_goes(tried):
-    tried.add(Note("a", carries=True), Drop())
-    assert tried.at(0.0) == ["remains of a"]
+    assert tried.at(0.0) == ["remains of a", "b"]
 
 
 def test_a_request_that_fails_is_told_and_gone(tried):
-    tried.add(Note("a", carries=True), Fail(3, 1.0))
+    tried.add(Note("a"), Fail(3, 1.0))
     assert tried.failed == ["a"]
     assert tried.at(100.0) == ["remains of a"]
 
@@ -109,11 +106,11 @@ def test_a_delay_in_order_holds_what_follows(tried):
 
 def test_copies_follow_at_once_or_later(tried):
     tried.add("a", Duplicate(2, 0.0))
-    assert tried.at(0.0) == ["a", "a", "a"]
+    assert tried.at(0.0) == ["a", "a1", "a2"]
     tried.add("b", Duplicate(2, 0.5))
     assert tried.at(0.0) == ["b"]
-    assert tried.at(0.5) == ["b"]
-    assert tried.at(1.0) == ["b"]
+    assert tried.at(0.5) == ["b1"]
+    assert tried.at(1.0) == ["b2"]
     assert len(tried.line) == 0
 
 

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farcall.core.contract import CANCEL, CARRIES, CHUNK, MARKED
+from farcall.core.frames import ABANDONED, Decoder, bare_frame, with_number
 from farcall.ids import ForkId, RefId
 from farcall.protocol import messages
-from farcall.protocol.frame_decoder import FrameDecoder, FrameError
 from farcall.protocol.frames import (
     CONTROL,
     FAILURE,
@@ -22,7 +23,7 @@ from farcall.protocol.frames import (
 )
 from farcall.protocol.notes import KEEP, Notes, decode_notes, encode_notes
 from farcall.protocol.references.messages import Fork, Register
-from farcall.testing.faults.messages import CALLS, NO_CALL, Message, Splitter, check_kinds
+from farcall.testing.faults.messages import CALLS, NO_CALL, Message, SplitError, Splitter, check_kinds
 
 FORK = Fork(RefId(0, 1), ForkId(0, 2), 0, 1, 1)
 TICKETS = [Ticket(1 << 20, 7, 4096), Ticket(64, 8 | 1 << 63, 0)]
@@ -41,11 +42,9 @@ def only(data: bytes) -> Message:
     return message
 
 
-def decoded(data: bytes) -> list:
-    decoder = FrameDecoder()
-    view = decoder.writable()
-    view[: len(data)] = data
-    return decoder.received(len(data))
+def decoded(*frames: bytes) -> list:
+    stream = b"".join(with_number(frame, number) for number, frame in enumerate(frames))
+    return list(Decoder().feed(stream))
 
 
 @given(
@@ -68,7 +67,7 @@ def test_any_split_of_a_stream_gives_its_frames(sizes, steps):
 
 
 def test_bytes_that_start_no_frame_are_an_error():
-    with pytest.raises(FrameError):
+    with pytest.raises(SplitError):
         Splitter().feed(b"x" * 40)
 
 
@@ -81,7 +80,7 @@ def test_bytes_that_start_no_frame_are_an_error():
         (frame(RESPONSE), {"response"}),
         (frame(FAILURE), {"failure"}),
         (control(Register([])), {"control", "Register"}),
-        (control(messages.CallCancelled(3)), {"control", "CallCancelled"}),
+        (bare_frame(CANCEL, 0, 3), {"control", "CallCancelled"}),
         (control(messages.BlocksReleased([])), set()),
         (control(messages.SegmentOffered(1, 2)), set()),
         (encode_small(LETTER, 1, 1, b"", b"", b"pickled"), {"letter", "Gradient"}),
@@ -104,12 +103,13 @@ def test_letters_are_called_by_what_is_in_them():
 
 
 def test_only_an_offer_of_memory_has_a_descriptor():
-    assert only(control(messages.SegmentOffered(1, 2))).carries_descriptor
+    offer = messages.encode_message(messages.SegmentOffered(1, 2))
+    assert only(encode_small(CONTROL, CARRIES, 0, b"", b"", offer)).carries_descriptor
     assert not only(control(messages.SegmentAccepted(1))).carries_descriptor
     assert not only(control(messages.Ping(1))).carries_descriptor
 
 
-EMPTY = encode_small(RESPONSE, 0, NO_CALL, b"", b"", b"")
+EMPTY = encode_small(RESPONSE, MARKED, NO_CALL, b"", b"", b"")
 
 
 def test_a_lost_message_that_carries_nothing_leaves_an_empty_frame_to_be_counted():
@@ -122,9 +122,9 @@ def test_leases_and_forks_of_a_lost_message_come_as_an_answer_that_nobody_awaits
     notes = b"" if kind == LETTER else encode_notes(Notes([FORK], FORK, "here", 3, 4))
     flags = 1 if kind == LETTER else 0
     remains = only(frame(kind, flags, notes, b"secret", [memoryview(b"inline"), *TICKETS])).remains()
-    assert remains is not None
     (arrived,) = decoded(remains.data)
-    assert arrived == Frame(RESPONSE, 0, NO_CALL, notes=arrived.notes, buffers=TICKETS)
+    assert (arrived.kind, arrived.flags, arrived.number, arrived.payload) == (RESPONSE, MARKED, NO_CALL, b"")
+    assert arrived.buffers == [(each.size_bytes, each.segment_id, each.offset) for each in TICKETS]
     if notes:
         assert decode_notes(arrived.notes) == Notes([FORK], None, "", 3, 4)
 
@@ -147,14 +147,45 @@ def test_what_autograd_has_recorded_is_not_sent_twice():
         assert not Message(Frame(kind, 0, 5, b"", recorded, b"")).repeatable
 
 
-def test_a_message_to_oneself_is_lost_in_the_same_way():
-    notes = encode_notes(Notes([FORK], None, "", 3, 4))
-    own = Message(Frame(REQUEST, 0, 5, b"pm\0f", notes, b"secret"))
-    assert own.names == {"request", "call"}
-    remains = own.remains()
-    assert remains is not None
-    assert remains.frame == Frame(RESPONSE, 0, NO_CALL, notes=notes)
-    assert Message(Frame(REQUEST, 0, 5, b"pm\0f", b"", b"secret")).remains() is None
+def chunks(data: bytes, *ends: int, slot: int = 3) -> list[bytes]:
+    starts = [0, *ends]
+    return [
+        bare_frame(CHUNK, slot, start, end - start) + data[start:end]
+        for start, end in zip(starts, [*ends, len(data)], strict=True)
+    ]
+
+
+def test_a_large_message_is_put_together_and_all_frames_keep_their_places():
+    large, small = frame(payload=b"0123456789" * 20), frame(payload=b"small")
+    first, second, third = chunks(large, 30, 90)
+    splitter = Splitter()
+    assert splitter.feed(first + small + second) == []
+    found = splitter.feed(third + small)
+    assert [message.names for message in found] == [set(), {"request", "call"}, set(), *[{"request", "call"}] * 2]
+    assert found[3].frame.payload == b"0123456789" * 20
+    came = decoded(*(message.data for message in found))
+    assert [bytes(message.payload) for message in came] == [b"small", b"0123456789" * 20, b"small"]
+
+
+def test_a_repeated_large_request_is_a_call_of_its_own():
+    _, message = Splitter().feed(b"".join(chunks(frame(payload=b"large"), 30)))
+    first, second = decoded(message.data, message.copy(1).data)
+    assert first.payload == second.payload == b"large"
+    assert first.number == 5 != second.number
+
+
+def test_what_is_abandoned_holds_up_nothing():
+    first, _ = chunks(frame(), 30)
+    splitter, small = Splitter(), frame(payload=b"small")
+    assert splitter.feed(first + small) == []
+    found = splitter.feed(bare_frame(CHUNK, 3 | ABANDONED))
+    assert [message.payload for message in decoded(*(message.data for message in found))] == [b"small"]
+
+
+def test_chunks_pass_as_they_come_where_no_rule_is_about_messages_or_their_beginning_was_not_seen():
+    first, second = chunks(frame(), 30)
+    assert [message.data for message in Splitter(lambda: False).feed(first + second)] == [first, second]
+    assert only(second).data == second
 
 
 def test_kinds_are_checked():

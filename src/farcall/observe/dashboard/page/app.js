@@ -90,7 +90,6 @@ function showHealth() {
   });
   find("health").replaceChildren(...chips);
   find("cluster").textContent = state.cluster ?? "";
-  find("plain").hidden = state.encrypted !== false;
   document.title = `farcall: ${state.workers.length} workers`;
 }
 
